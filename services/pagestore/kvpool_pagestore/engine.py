@@ -29,7 +29,9 @@ from kvpool_pagestore.core.events import (
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
+from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_pagestore.engine_clear import Clearing
+from kvpool_pagestore.engine_context import EngineContext, Staging, Tiers
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_evict import Evicting
 from kvpool_pagestore.engine_listing import Listing
@@ -41,7 +43,6 @@ from kvpool_pagestore.engine_parts import (
     disk_tier,
     ledger_limits,
     make_flights,
-    make_quotas,
     make_retained,
     node_policy,
     session_times,
@@ -51,6 +52,7 @@ from kvpool_pagestore.engine_policies import Policies
 from kvpool_pagestore.engine_prefetch import Prefetch
 from kvpool_pagestore.engine_prepare import Preparation
 from kvpool_pagestore.engine_quarantine import Quarantine
+from kvpool_pagestore.engine_quota import Quotas
 from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
 from kvpool_pagestore.engine_space import ArenaSpace
@@ -72,9 +74,6 @@ class PageStoreEngine:
 
     def __init__(self, config: PageStoreConfig, parts: EngineParts, metrics: PageStoreMetrics) -> None:
         self._config = config
-        self._metrics = metrics
-        self._clock = parts.clock
-        self._tasks = EngineTasks()
         self._keyspaces = KeyspaceBook()
         self._adopting = asyncio.Lock()
         policies = PolicyBook(node_policy(config, has_disk=parts.store is not None))
@@ -84,60 +83,60 @@ class PageStoreEngine:
         self._draining = False
         self._disk_live_bytes = parts.disk_live_bytes
         self.incarnation = 0
-        clock, tasks, workers = parts.clock, self._tasks, parts.workers
+        self._tasks = EngineTasks()
+        context = EngineContext(
+            clock=parts.clock, tasks=self._tasks, events=self.events, metrics=metrics, tracer=parts.tracer
+        )
+        tiers = self._make_tiers(parts, policies, context)
+        self.policies = Policies(policies, self._keyspaces, tiers, parts.index, context)
+        self._clearing = Clearing(tiers, self._announcer, self.truth)
+        one_at_a_time = self._clearing.one_at_a_time
+        self.evicting = Evicting(self._keyspaces, tiers, self._announcer, one_at_a_time, context)
+        self._make_peers(parts, metrics)
+        quotas = TenantQuotas.parse(config.tenant_quotas)
+        self.quotas = Quotas(quotas, self._keyspaces, self._ledger, self._disk, context)
+        self.retained = make_retained(config, parts, policies, self._keyspaces, tiers, context)
+        self._make_calls(parts, policies, tiers, context)
+        self._connect(metrics)
+
+    def _make_tiers(self, parts: EngineParts, policies: PolicyBook, context: EngineContext) -> Tiers:
+        """Where pages are."""
+        workers = parts.workers
         self._ledger = Ledger(
-            ledger_limits(config, parts.first_segment_id),
+            ledger_limits(self._config, parts.first_segment_id),
             self.events,
             self._admission,
-            clock.wall_us,
+            parts.clock.wall_us,
             lambda keyspace: policies.plan(keyspace).staging_is_tier,
         )
-        self._space = ArenaSpace(self._ledger, parts.arena, workers.verify, tasks, clock)
-        self._sealing = Sealing(self._space, self._keyspaces, workers.seal or workers.verify, metrics)
+        self._space = ArenaSpace(self._ledger, parts.arena, workers.verify, self._tasks, parts.clock)
+        sealing = Sealing(self._space, self._keyspaces, workers.seal or workers.verify, context.metrics)
+        staging = Staging(ledger=self._ledger, space=self._space, sealing=sealing)
         self._disk: DiskTier | None = None
         self._write_back: WriteBack | None = None
         if parts.store is not None:
-            self._disk = disk_tier(config, parts, parts.store, self._keyspaces, self.events, tasks, metrics)
-            self._write_back = WriteBack(
-                write_back_limits(config),
-                self._ledger,
-                self._space,
-                self._sealing,
-                self._disk,
-                policies,
-                self.events,
-                self._admission,
-                tasks,
-                metrics,
-                clock,
-                parts.tracer,
-            )
-        self.policies = Policies(
-            policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks, self.events
-        )
-        self._clearing = Clearing(self._ledger, self._disk, self._write_back, self._announcer, self.truth)
-        alone = self._clearing.one_at_a_time
-        self.evicting = Evicting(
-            self._keyspaces, self._ledger, self._disk, self._write_back, self._announcer, alone, tasks, clock
-        )
+            self._disk = disk_tier(parts, parts.store, self._keyspaces, context)
+            limits = write_back_limits(self._config)
+            self._write_back = WriteBack(limits, staging, self._disk, policies, self._admission, context)
+        return Tiers(staging=staging, disk=self._disk, write_back=self._write_back)
+
+    def _make_peers(self, parts: EngineParts, metrics: PageStoreMetrics) -> None:
+        """Sessions, and what becomes of the arena when they begin and end."""
+        config, workers, ledger = self._config, parts.workers, self._ledger
         poll_s = config.quarantine_poll_ms / 1e3
-        self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
+        self._quarantine = Quarantine(ledger, self._space, parts.arena, workers.verify, parts.clock, poll_s)
         self.preparation = Preparation(
             config.prepared_bytes,
             config.arena_bytes,
             self._space,
             workers.prepare or workers.verify,
             self._quarantine,
-            tasks,
-            clock,
+            self._tasks,
+            parts.clock,
         )
         self.sessions = PeerSessions(
-            session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics
+            session_times(config), ledger, parts.arena, self._keyspaces, self._quarantine, metrics
         )
-        self.quotas = make_quotas(config, self._keyspaces, self._ledger, self._disk, tasks, self.events)
-        self.retained = make_retained(config, parts, policies, self._keyspaces, self._ledger, self._disk, metrics)
-        self._make_calls(config, parts, policies, metrics)
-        self._connect(metrics)
 
     def _connect(self, metrics: PageStoreMetrics) -> None:
         """List who may refuse pages, and who handles which event: the only place that joins these parts."""
@@ -174,43 +173,25 @@ class PageStoreEngine:
             )
         self.events.subscribe(subscriptions)
 
-    def _make_calls(
-        self, config: PageStoreConfig, parts: EngineParts, policies: PolicyBook, metrics: PageStoreMetrics
-    ) -> None:
+    def _make_calls(self, parts: EngineParts, policies: PolicyBook, tiers: Tiers, context: EngineContext) -> None:
         """What sessions and other nodes ask for, on top of the tiers."""
-        tasks, workers = self._tasks, parts.workers
+        config, metrics, verifiers = self._config, context.metrics, parts.workers.verify
         self.movement = Movement(
             config,
             parts,
             policies,
             self._ledger,
             self._space,
-            self._sealing,
+            tiers.staging.sealing,
             self._disk,
             self._keyspaces,
             self._flush_all,
-            tasks,
+            self._tasks,
             metrics,
         )
-        flights = make_flights(
-            config, parts, self._ledger, self._space, self._sealing, self._disk, policies, self.events, tasks, metrics
-        )
-        self.pages = PageCalls(
-            self._ledger,
-            self._space,
-            self._disk,
-            self._write_back,
-            flights,
-            policies,
-            self.retained,
-            self._keyspaces,
-            workers.verify,
-            self.events,
-            tasks,
-            metrics,
-            parts.tracer,
-        )
-        self.spans = SpanCalls(self._ledger, self._space, self._disk, self.retained, self.pages, self.events, metrics)
+        flights = make_flights(config, parts, tiers, policies, context)
+        self.pages = PageCalls(tiers, flights, policies, self.retained, self._keyspaces, verifiers, context)
+        self.spans = SpanCalls(tiers, self.retained, self.pages, context)
         self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, config.arena_bytes)
         most_read = self.movement.replication.most_read
         self.listing = Listing(self._ledger, self._disk, self._keyspaces, most_read, parts.clock)

@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.ledger import Ledger
-from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_context import Tiers
 from kvpool_pagestore.engine_locations import Announcer, NodeTruth
-from kvpool_pagestore.engine_writeback import WriteBack
 
 _PAGES_A_TURN = 512  # dropped between two turns of the event loop: each takes some 10 us
 
@@ -17,17 +15,10 @@ _PAGES_A_TURN = 512  # dropped between two turns of the event loop: each takes s
 class Clearing:
     """One clear at a time. one_at_a_time: held by whoever holds back the writes of a keyspace."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        disk: DiskTier | None,
-        write_back: WriteBack | None,
-        announcer: Announcer,
-        truth: NodeTruth,
-    ) -> None:
-        self._ledger = ledger
-        self._disk = disk
-        self._write_back = write_back
+    def __init__(self, tiers: Tiers, announcer: Announcer, truth: NodeTruth) -> None:
+        self._ledger = tiers.staging.ledger
+        self._disk = tiers.disk
+        self._write_back = tiers.write_back
         self._announcer = announcer
         self._truth = truth
         self.one_at_a_time = asyncio.Lock()  # the end of one would let writes start beneath another

@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, PageCorrupt, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageFaultKind, verify
-from kvpool_pagestore.core.events import PageEvents, PagesArrived
+from kvpool_pagestore.core.events import PagesArrived
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.retention import extended
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.core.writeback import DirtyPage
-from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_writeback import WriteBack
-from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.ports import Workers
 
 _log = logging.getLogger(__name__)
@@ -39,25 +35,21 @@ class Commits:
 
     def __init__(
         self,
-        ledger: Ledger,
-        space: ArenaSpace,
-        disk: DiskTier | None,
-        write_back: WriteBack | None,
+        tiers: Tiers,
         policies: PolicyBook,
         keyspaces: KeyspaceBook,
         verifiers: Workers,
-        events: PageEvents,
-        metrics: PageStoreMetrics,
+        context: EngineContext,
     ) -> None:
-        self._ledger = ledger
-        self._space = space
-        self._disk = disk
-        self._write_back = write_back
+        self._ledger = tiers.staging.ledger
+        self._space = tiers.staging.space
+        self._disk = tiers.disk
+        self._write_back = tiers.write_back
         self._policies = policies
-        self._events = events
+        self._events = context.events
         self._keyspaces = keyspaces
         self._verifiers = verifiers
-        self._metrics = metrics
+        self._metrics = context.metrics
 
     async def finish(self, slots: Sequence[Slot], durable: bool) -> list[Committed]:
         """Per COMMITTING slot. durable: as if all of its keyspaces were under write-through."""

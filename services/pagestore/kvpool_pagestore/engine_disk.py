@@ -13,16 +13,15 @@ from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
-from kvpool_pagestore.core.events import DiskChanged, DiskHealthChanged, PageEvents, PagesArrived, PagesEvicted
+from kvpool_pagestore.core.events import DiskChanged, DiskHealthChanged, PagesArrived, PagesEvicted
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine_context import EngineContext
 from kvpool_pagestore.engine_disk_deletions import Deletions
 from kvpool_pagestore.engine_disk_health import DiskHealth, DiskState
 from kvpool_pagestore.engine_disk_metadata import MetadataWrites
 from kvpool_pagestore.engine_disk_reads import read_verified
 from kvpool_pagestore.engine_disk_start import FoundPages
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite, Workers
 
 _log = logging.getLogger(__name__)
@@ -41,29 +40,26 @@ class DiskTier:
         store: PageStore,
         live_limit_bytes: int,
         keyspaces: KeyspaceBook,
-        events: PageEvents,
         readers: Workers,
         writers: Workers,
-        tasks: EngineTasks,
-        metrics: PageStoreMetrics,
-        now_us: Callable[[], int],
+        context: EngineContext,
     ) -> None:
         self._store = store
         self._live_limit_bytes = live_limit_bytes
         self._keyspaces = keyspaces
-        self._events = events
+        self._events = events = context.events
         self._readers = readers
         self._writers = writers
-        self._tasks = tasks
-        self._metrics = metrics
+        self._tasks = context.tasks
+        self._metrics = context.metrics
         self._remembered: set[bytes] = set()
         self._charged_bytes: dict[tuple[bytes, int], int] = {}  # by keyspace and shard
         self._promised_bytes = 0  # of batches that are being written
         self._reading: Counter[PageKey] = Counter()
         self._deletions = Deletions(store, writers, self.discard)
-        self._metadata = MetadataWrites(store, writers, tasks)
+        self._metadata = MetadataWrites(store, writers, context.tasks)
         self._unreadable: set[PageKey] = set()  # the disk failed at them once
-        self.map = DiskMap(self.charged_bytes, events, now_us)
+        self.map = DiskMap(self.charged_bytes, events, context.clock.wall_us)
         self._found = FoundPages(store, self.map, keyspaces, readers)
         self.health = DiskHealth(self._probe, events)
         self.used_bytes = 0  # as the file system counted them last

@@ -9,15 +9,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
 
-from kvpool.core.clock import Clock
 from kvpool.core.errors import InvalidRequest, StoreFault, StoreUnavailable
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
-from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_locations import Announcer
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.engine_writeback import WriteBack
 
 _log = logging.getLogger(__name__)
 
@@ -79,22 +75,19 @@ class Evicting:
     def __init__(
         self,
         keyspaces: KeyspaceBook,
-        ledger: Ledger,
-        disk: DiskTier | None,
-        write_back: WriteBack | None,
+        tiers: Tiers,
         announcer: Announcer,
         one_at_a_time: asyncio.Lock,
-        tasks: EngineTasks,
-        clock: Clock,
+        context: EngineContext,
     ) -> None:
         self._keyspaces = keyspaces
         self._announcer = announcer
-        self._tasks = tasks
-        self._ledger = ledger
-        self._disk = disk
-        self._write_back = write_back
+        self._tasks = context.tasks
+        self._ledger = tiers.staging.ledger
+        self._disk = tiers.disk
+        self._write_back = tiers.write_back
         self._one_at_a_time = one_at_a_time
-        self._clock = clock
+        self._clock = context.clock
 
     async def evict(self, tenant: str, wanted: WantedGone) -> Evicted:
         """What became of it; the index knows, if it can be reached. It goes on when the caller leaves.

@@ -12,18 +12,15 @@ from enum import Enum
 from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
-from kvpool.core.tracing import BYTES, NO_TRACER, TIER, Tracer
-from kvpool_pagestore.core.events import PageEvents, PagesArrived
+from kvpool.core.tracing import BYTES, TIER
+from kvpool_pagestore.core.events import PagesArrived
 from kvpool_pagestore.core.keyspaces import Keyspace
-from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.engine_context import EngineContext, Staging
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_pull_values import Pulled
 from kvpool_pagestore.engine_pulls import Pulls
-from kvpool_pagestore.engine_sealing import Sealing
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.ports import PageMetadata, RemoteSource
 
 
@@ -53,25 +50,21 @@ class Flights:
 
     def __init__(
         self,
-        ledger: Ledger,
-        space: ArenaSpace,
-        sealing: Sealing,
+        staging: Staging,
         disk: DiskTier | None,
         pulls: Pulls,
         policies: PolicyBook,
-        events: PageEvents,
-        tasks: EngineTasks,
-        tracer: Tracer = NO_TRACER,
+        context: EngineContext,
     ) -> None:
-        self._tracer = tracer
+        self._tracer = context.tracer
         self._policies = policies
-        self._ledger = ledger
-        self._space = space
-        self._sealing = sealing
+        self._ledger = staging.ledger
+        self._space = staging.space
+        self._sealing = staging.sealing
         self._disk = disk
         self._pulls = pulls
-        self._events = events
-        self._tasks = tasks
+        self._events = context.events
+        self._tasks = context.tasks
         self._by_key: dict[PageKey, Flight] = {}
 
     def find(self, key: PageKey) -> Flight | None:

@@ -13,22 +13,17 @@ from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, Pag
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
-from kvpool.core.tracing import NO_TRACER, Tracer
-from kvpool_pagestore.core.events import PageEvents, PagesRead
+from kvpool_pagestore.core.events import PagesRead
 from kvpool_pagestore.core.keyspaces import KeyspaceBook, check_page
-from kvpool_pagestore.core.ledger import Grant, Ledger
+from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
 from kvpool_pagestore.engine_acquire import Acquired, AcquireItem, Acquisition, OnAcquired
 from kvpool_pagestore.engine_commits import Commits
-from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_retention import Retained
 from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.engine_writeback import WriteBack
-from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import RemoteSource, Workers
 
 _log = logging.getLogger(__name__)
@@ -67,32 +62,26 @@ class PageCalls:
 
     def __init__(
         self,
-        ledger: Ledger,
-        space: ArenaSpace,
-        disk: DiskTier | None,
-        write_back: WriteBack | None,
+        tiers: Tiers,
         flights: Flights,
         policies: PolicyBook,
         retained: Retained,
         keyspaces: KeyspaceBook,
         verifiers: Workers,
-        events: PageEvents,
-        tasks: EngineTasks,
-        metrics: PageStoreMetrics,
-        tracer: Tracer = NO_TRACER,
+        context: EngineContext,
     ) -> None:
-        self._tracer = tracer
-        self._ledger = ledger
-        self._space = space
-        self._disk = disk
-        self._write_back = write_back
+        self._tracer = context.tracer
+        self._ledger = tiers.staging.ledger
+        self._space = tiers.staging.space
+        self._disk = tiers.disk
+        self._write_back = tiers.write_back
         self._flights = flights
         self._retained = retained
         self._keyspaces = keyspaces
-        self._events = events
-        self._tasks = tasks
-        self._metrics = metrics
-        self._commits = Commits(ledger, space, disk, write_back, policies, keyspaces, verifiers, events, metrics)
+        self._events = context.events
+        self._tasks = context.tasks
+        self._metrics = context.metrics
+        self._commits = Commits(tiers, policies, keyspaces, verifiers, context)
 
     async def make_durable(self, key: PageKey) -> KvPoolError | None:
         """Wait until a visible page is on disk, whatever the plan of its keyspace says; None, or why it is not."""

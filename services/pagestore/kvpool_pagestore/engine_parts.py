@@ -8,23 +8,17 @@ from kvpool.core.clock import Clock
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.config import PageStoreConfig
-from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
+from kvpool_pagestore.core.ledger import LedgerLimits
 from kvpool_pagestore.core.policy import NodePolicy, PolicyBook
-from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_pagestore.core.writeback import WriteBackLimits
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_pull_values import PullLimits
 from kvpool_pagestore.engine_pulls import Pulls
-from kvpool_pagestore.engine_quota import Quotas
 from kvpool_pagestore.engine_retention import Retained
-from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import SessionTimes
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
 from kvpool_pagestore.ports_movement import NO_PLACEMENT, Placement
 
@@ -95,24 +89,13 @@ def make_retained(
     parts: EngineParts,
     policies: PolicyBook,
     keyspaces: KeyspaceBook,
-    ledger: Ledger,
-    disk: DiskTier | None,
-    metrics: PageStoreMetrics,
+    tiers: Tiers,
+    context: EngineContext,
 ) -> Retained:
-    tier_bytes = parts.disk_live_bytes if disk is not None else config.arena_bytes
+    tier_bytes = parts.disk_live_bytes if tiers.disk is not None else config.arena_bytes
     pinned_bytes = int(config.max_pinned_share * tier_bytes)
-    return Retained(policies, keyspaces, ledger, disk, metrics, parts.clock, pinned_bytes)
-
-
-def make_quotas(
-    config: PageStoreConfig,
-    keyspaces: KeyspaceBook,
-    ledger: Ledger,
-    disk: DiskTier | None,
-    tasks: EngineTasks,
-    events: PageEvents,
-) -> Quotas:
-    return Quotas(TenantQuotas.parse(config.tenant_quotas), keyspaces, ledger, disk, tasks, events)
+    ledger = tiers.staging.ledger
+    return Retained(policies, keyspaces, ledger, tiers.disk, context.metrics, context.clock, pinned_bytes)
 
 
 def session_times(config: PageStoreConfig) -> SessionTimes:
@@ -122,40 +105,12 @@ def session_times(config: PageStoreConfig) -> SessionTimes:
     )
 
 
-def disk_tier(
-    config: PageStoreConfig,
-    parts: EngineParts,
-    store: PageStore,
-    keyspaces: KeyspaceBook,
-    events: PageEvents,
-    tasks: EngineTasks,
-    metrics: PageStoreMetrics,
-) -> DiskTier:
-    workers = parts.workers
-    return DiskTier(
-        store,
-        parts.disk_live_bytes,
-        keyspaces,
-        events,
-        workers.read,
-        workers.write,
-        tasks,
-        metrics,
-        parts.clock.wall_us,
-    )
+def disk_tier(parts: EngineParts, store: PageStore, keyspaces: KeyspaceBook, context: EngineContext) -> DiskTier:
+    return DiskTier(store, parts.disk_live_bytes, keyspaces, parts.workers.read, parts.workers.write, context)
 
 
 def make_flights(
-    config: PageStoreConfig,
-    parts: EngineParts,
-    ledger: Ledger,
-    space: ArenaSpace,
-    sealing: Sealing,
-    disk: DiskTier | None,
-    policies: PolicyBook,
-    events: PageEvents,
-    tasks: EngineTasks,
-    metrics: PageStoreMetrics,
+    config: PageStoreConfig, parts: EngineParts, tiers: Tiers, policies: PolicyBook, context: EngineContext
 ) -> Flights:
     limits = PullLimits(
         timeout_s=config.pull_timeout_ms / 1e3,
@@ -164,6 +119,17 @@ def make_flights(
         streams_per_peer=config.pull_streams_per_peer,
         moving_streams=config.pull_threads,
     )
-    pullers, clock = parts.workers.pull, parts.clock
-    pulls = Pulls(limits, ledger, space, parts.peers, parts.index, pullers, tasks, metrics, clock, parts.tracer)
-    return Flights(ledger, space, sealing, disk, pulls, policies, events, tasks, parts.tracer)
+    staging = tiers.staging
+    pulls = Pulls(
+        limits,
+        staging.ledger,
+        staging.space,
+        parts.peers,
+        parts.index,
+        parts.workers.pull,
+        context.tasks,
+        context.metrics,
+        context.clock,
+        context.tracer,
+    )
+    return Flights(staging, tiers.disk, pulls, policies, context)

@@ -9,14 +9,11 @@ from collections.abc import Iterable
 
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
-from kvpool_pagestore.core.events import PageEvents, PagesUsed, PolicyChanged
+from kvpool_pagestore.core.events import PagesUsed, PolicyChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import Slot, SlotState
-from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.engine_writeback import WriteBack
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.ports import IndexLink
 
 _log = logging.getLogger(__name__)
@@ -35,21 +32,18 @@ class Policies:
         self,
         book: PolicyBook,
         keyspaces: KeyspaceBook,
-        ledger: Ledger,
-        disk: DiskTier | None,
-        write_back: WriteBack | None,
+        tiers: Tiers,
         index: IndexLink,
-        tasks: EngineTasks,
-        events: PageEvents,
+        context: EngineContext,
     ) -> None:
         self._book = book
         self._keyspaces = keyspaces
-        self._ledger = ledger
-        self._disk = disk
-        self._write_back = write_back
+        self._ledger = tiers.staging.ledger
+        self._disk = tiers.disk
+        self._write_back = tiers.write_back
         self._index = index
-        self._tasks = tasks
-        self._events = events
+        self._tasks = context.tasks
+        self._events = context.events
         self._asked: set[bytes] = set()  # keyspaces of which the index was asked once
         self._version_seen = 0
         self._version_learnt = 0

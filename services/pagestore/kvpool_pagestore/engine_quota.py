@@ -10,12 +10,12 @@ from kvpool.core.errors import QuotaExceeded
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.admission import AdmissionRequest
-from kvpool_pagestore.core.events import BytesHeld, PageEvents, PagesEvicted, PolicyChanged
+from kvpool_pagestore.core.events import BytesHeld, PagesEvicted, PolicyChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.quota import QuotaBook, Shortfall, TenantQuotas
+from kvpool_pagestore.engine_context import EngineContext
 from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_tasks import EngineTasks
 
 _SPARE_PART = 64  # looking for victims costs a walk: one part in this many of what is used is given up on top,
 _SPARE_BYTES = 4 << 20  # but no more than this
@@ -32,15 +32,14 @@ class Quotas:
         keyspaces: KeyspaceBook,
         ledger: Ledger,
         disk: DiskTier | None,
-        tasks: EngineTasks,
-        events: PageEvents,
+        context: EngineContext,
     ) -> None:
         self._book = QuotaBook(tenants)
         self._keyspaces = keyspaces
         self._ledger = ledger
         self._disk = disk
-        self._tasks = tasks
-        self._events = events
+        self._tasks = context.tasks
+        self._events = context.events
         self._lowered: set[bytes] = set()  # keyspaces of which a quota is being met
 
     def used_bytes(self, keyspace: bytes) -> int:

@@ -14,18 +14,15 @@ from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.core.spans import NO_GRANTS, PageGrants, PageSpan, SpanAnswer
-from kvpool_pagestore.core.events import PageEvents, PagesRead
+from kvpool_pagestore.core.events import PagesRead
 from kvpool_pagestore.core.keyspaces import Keyspace
-from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed, slot_bytes_for
 from kvpool_pagestore.engine_acquire import Acquired, AcquireItem
-from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_retention import Retained
 from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.metrics import PageStoreMetrics
 
 OnAnswer = Callable[[SpanAnswer, bool], None]
 """Gets pages as they settle, each once; True with the last ones. Called on the loop."""
@@ -72,21 +69,18 @@ class SpanCalls:
 
     def __init__(
         self,
-        ledger: Ledger,
-        space: ArenaSpace,
-        disk: DiskTier | None,
+        tiers: Tiers,
         retained: Retained,
         pages: PageCalls,
-        events: PageEvents,
-        metrics: PageStoreMetrics,
+        context: EngineContext,
     ) -> None:
-        self._ledger = ledger
-        self._space = space
-        self._disk = disk
+        self._ledger = tiers.staging.ledger
+        self._space = tiers.staging.space
+        self._disk = tiers.disk
         self._retained = retained
         self._pages = pages
-        self._events = events
-        self._metrics = metrics
+        self._events = context.events
+        self._metrics = context.metrics
 
     async def reserve(self, peer: PeerSession, span: PageSpan) -> SpanAnswer:
         """Write leases. Raises KeyspaceUnknown, InvalidRequest for a shard that does not exist, SessionUnknown if the

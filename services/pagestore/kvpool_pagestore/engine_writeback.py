@@ -6,22 +6,17 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from kvpool.core.clock import Clock
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import Draining, KvPoolError, PageMissing, StoreFault
 from kvpool.core.page import PageKey
-from kvpool.core.tracing import BYTES, NO_TRACER, PAGES, Tracer
+from kvpool.core.tracing import BYTES, PAGES
 from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest, AdmissionRules
-from kvpool_pagestore.core.events import BytesHeld, DiskHealthChanged, PageEvents
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.events import BytesHeld, DiskHealthChanged
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue, WriteState
+from kvpool_pagestore.engine_context import EngineContext, Staging
 from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_sealing import Sealing
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import PageWrite
 
 _log = logging.getLogger(__name__)
@@ -35,30 +30,24 @@ class WriteBack:
     def __init__(
         self,
         limits: WriteBackLimits,
-        ledger: Ledger,
-        space: ArenaSpace,
-        sealing: Sealing,
+        staging: Staging,
         disk: DiskTier,
         policies: PolicyBook,
-        events: PageEvents,
         admission: AdmissionRules,
-        tasks: EngineTasks,
-        metrics: PageStoreMetrics,
-        clock: Clock,
-        tracer: Tracer = NO_TRACER,
+        context: EngineContext,
     ) -> None:
-        self._tracer = tracer
+        self._tracer = context.tracer
         self._policies = policies
         self._queue = WriteQueue(limits)
-        self._ledger = ledger
-        self._space = space
-        self._sealing = sealing
-        self._events = events
+        self._ledger = staging.ledger
+        self._space = staging.space
+        self._sealing = staging.sealing
+        self._events = context.events
         self._admission = admission
         self._disk = disk
-        self._tasks = tasks
-        self._metrics = metrics
-        self._clock = clock
+        self._tasks = context.tasks
+        self._metrics = context.metrics
+        self._clock = context.clock
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
         self._untold_failures = 0
