@@ -201,7 +201,7 @@ class PageStoreNode:
 
     def _check_old_memory(self, engine: PageStoreEngine) -> None:
         """What clients keep of an earlier process's memory is in the budget of this one from its start."""
-        counted_bytes = engine._ledger.space.segment_total_bytes
+        counted_bytes = engine._table.space.segment_total_bytes
         if self.host.segment_bytes > counted_bytes:
             self.host.fail(f"{self.host.segment_bytes} bytes of segments are there, {counted_bytes} are counted")
 
@@ -274,7 +274,7 @@ class PageStoreNode:
 
     def _watch_slots(self, engine: PageStoreEngine) -> None:
         """Poison every slot that becomes free, and see that nobody is touching it."""
-        space, host = engine._ledger.space, self.host
+        space, host = engine._table.space, self.host
         free = space.free
 
         def freed(slot: Any) -> None:
@@ -303,7 +303,7 @@ class PageStoreNode:
 
     def _watch_promises(self, engine: PageStoreEngine) -> None:
         """Nothing is announced as durable that is not; nothing is evicted before it is durable on a disk that works."""
-        events, ledger, space, disk = engine.events, engine._ledger, engine._ledger.space, self.disk
+        events, ledger, space, disk = engine.events, engine._table, engine._table.space, self.disk
         publish, evict, finish_commit = events.publish, space._on_evict, ledger.finish_commit
         committed: dict[int, PageRecord] = {}  # by id: kept, so that no other record gets it
 

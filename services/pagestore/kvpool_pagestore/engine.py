@@ -27,7 +27,7 @@ from kvpool_pagestore.core.events import (
     Subscription,
 )
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_pagestore.engine_clear import Clearing
@@ -40,8 +40,9 @@ from kvpool_pagestore.engine_movement import Movement
 from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_parts import (
     EngineParts,
+    arena_limits,
     disk_tier,
-    ledger_limits,
+    make_disk_map,
     make_flights,
     make_retained,
     node_policy,
@@ -94,7 +95,7 @@ class PageStoreEngine:
         self.evicting = Evicting(self._keyspaces, tiers, self._announcer, one_at_a_time, context)
         self._make_peers(parts, metrics)
         quotas = TenantQuotas.parse(config.tenant_quotas)
-        self.quotas = Quotas(quotas, self._keyspaces, self._ledger, self._disk, context)
+        self.quotas = Quotas(quotas, self._keyspaces, self._table, self._disk, context)
         self.retained = make_retained(config, parts, policies, self._keyspaces, tiers, context)
         self._make_calls(parts, policies, tiers, context)
         self._connect(metrics)
@@ -102,29 +103,31 @@ class PageStoreEngine:
     def _make_tiers(self, parts: EngineParts, policies: PolicyBook, context: EngineContext) -> Tiers:
         """Where pages are."""
         workers = parts.workers
-        self._ledger = Ledger(
-            ledger_limits(self._config, parts.first_segment_id),
+        disk_map = make_disk_map(parts, self._keyspaces, context)
+        self._table = PageTable(
+            arena_limits(self._config, parts.first_segment_id),
             self.events,
             self._admission,
             parts.clock.wall_us,
+            disk_map,
             lambda keyspace: policies.plan(keyspace).staging_is_tier,
         )
-        self._space = ArenaSpace(self._ledger, parts.arena, workers.verify, self._tasks, parts.clock)
+        self._space = ArenaSpace(self._table, parts.arena, workers.verify, self._tasks, parts.clock)
         sealing = Sealing(self._space, self._keyspaces, workers.seal or workers.verify, context.metrics)
-        staging = Staging(ledger=self._ledger, space=self._space, sealing=sealing)
+        staging = Staging(table=self._table, space=self._space, sealing=sealing)
         self._disk: DiskTier | None = None
         self._write_back: WriteBack | None = None
-        if parts.store is not None:
-            self._disk = disk_tier(parts, parts.store, self._keyspaces, context)
+        if parts.store is not None and disk_map is not None:
+            self._disk = disk_tier(parts, parts.store, disk_map, self._keyspaces, context)
             limits = write_back_limits(self._config)
             self._write_back = WriteBack(limits, staging, self._disk, policies, self._admission, context)
         return Tiers(staging=staging, disk=self._disk, write_back=self._write_back)
 
     def _make_peers(self, parts: EngineParts, metrics: PageStoreMetrics) -> None:
         """Sessions, and what becomes of the arena when they begin and end."""
-        config, workers, ledger = self._config, parts.workers, self._ledger
+        config, workers, table = self._config, parts.workers, self._table
         poll_s = config.quarantine_poll_ms / 1e3
-        self._quarantine = Quarantine(ledger, self._space, parts.arena, workers.verify, parts.clock, poll_s)
+        self._quarantine = Quarantine(table, self._space, parts.arena, workers.verify, parts.clock, poll_s)
         self.preparation = Preparation(
             config.prepared_bytes,
             config.arena_bytes,
@@ -135,7 +138,7 @@ class PageStoreEngine:
             parts.clock,
         )
         self.sessions = PeerSessions(
-            session_times(config), ledger, parts.arena, self._keyspaces, self._quarantine, metrics
+            session_times(config), table, parts.arena, self._keyspaces, self._quarantine, metrics
         )
 
     def _connect(self, metrics: PageStoreMetrics) -> None:
@@ -144,7 +147,7 @@ class PageStoreEngine:
         # page does not come; a quota is met by giving pages up, so it is asked when nothing else can refuse the page.
         self._admission.set_rules((self.movement.refusal, self.retained.refusal, self.quotas.refusal))
         # Kinds are independent of each other: each handler changes its own part's state alone, except those that
-        # begin work, which look at the ledger and the disk map, both consistent by then. Of one kind, in this order.
+        # begin work, which look at the page table, consistent by then. Of one kind, in this order.
         subscriptions: list[Subscription[Any]] = [
             # The next admission must see every byte: quotas count it before anything else can be asked.
             Subscription(BytesHeld, self.quotas.count),
@@ -180,7 +183,7 @@ class PageStoreEngine:
             config,
             parts,
             policies,
-            self._ledger,
+            self._table,
             self._space,
             tiers.staging.sealing,
             self._disk,
@@ -192,9 +195,9 @@ class PageStoreEngine:
         flights = make_flights(config, parts, tiers, policies, context)
         self.pages = PageCalls(tiers, flights, policies, self.retained, self._keyspaces, verifiers, context)
         self.spans = SpanCalls(tiers, self.retained, self.pages, context)
-        self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, config.arena_bytes)
+        self.prefetch = Prefetch(self._table, flights, self._keyspaces, metrics, config.arena_bytes)
         most_read = self.movement.replication.most_read
-        self.listing = Listing(self._ledger, self._disk, self._keyspaces, most_read, parts.clock)
+        self.listing = Listing(self._table, self._disk, self._keyspaces, most_read, parts.clock)
 
     # Life
 
@@ -278,7 +281,7 @@ class PageStoreEngine:
             raise InvalidRequest(f"prepare: share_bytes must be >= 0, got {share_bytes}")
         tenant = peer.session.tenant
         alone = all(one.tenant == tenant for one in self._keyspaces.all())
-        segments = self._ledger.space.assign(tenant, share_bytes, alone=alone)
+        segments = self._table.space.assign(tenant, share_bytes, alone=alone)
         is_enough = bool(share_bytes) and sum(one.size_bytes for one in segments) >= share_bytes
         return [one.segment_id for one in segments], self.preparation.goes_on and not is_enough
 
@@ -305,24 +308,24 @@ class PageStoreEngine:
 
     def gauges(self) -> StoreGauges:
         """What is true now."""
-        ledger, space, disk = self._ledger, self._ledger.space, self._disk
+        table, space, disk = self._table, self._table.space, self._disk
         return StoreGauges(
             arena_capacity_bytes=space.capacity_bytes,
             arena_segment_bytes=space.segment_total_bytes,
             arena_used_bytes=space.used_bytes,
             arena_quarantined_bytes=space.quarantined_bytes,
-            arena_dirty_bytes=ledger.dirty_bytes,
+            arena_dirty_bytes=table.dirty_bytes,
             arena_prepared_bytes=self.preparation.prepared_bytes,
             arena_prepare_seconds=self.preparation.took_s,
-            staging_pages=ledger.ready_count,
+            staging_pages=table.ready_count,
             disk_capacity_bytes=self._config.disk_bytes if disk is not None else 0,
             disk_used_bytes=disk.used_bytes if disk is not None else 0,
             disk_pages=disk.map.page_count if disk is not None else 0,
             disk_faulty=int(bool(self.disk_fault)),
             disk_state=int(disk.health.state) if disk is not None else 0,
-            sessions=ledger.sessions.live_count,
-            quarantined_sessions=len(ledger.sessions.ended),
-            leases=sum(one.lease_count for one in ledger.sessions.live),
+            sessions=table.sessions.live_count,
+            quarantined_sessions=len(table.sessions.ended),
+            leases=sum(one.lease_count for one in table.sessions.live),
             pinned_bytes=self.retained.pinned_bytes,
             write_back_oldest_seconds=self._write_back.oldest_s if self._write_back is not None else 0.0,
             write_back_waiting_bytes=self._write_back.waiting_bytes if self._write_back is not None else 0,
@@ -354,7 +357,7 @@ class PageStoreEngine:
     @property
     def truth(self) -> NodeTruth:
         """What this node holds, as the index is to know it."""
-        return NodeTruth(self._announcer, self._disk.map if self._disk is not None else None, self._keyspaces)
+        return NodeTruth(self._announcer, self._table, self._keyspaces)
 
     def read_gauges(self, loop: asyncio.AbstractEventLoop) -> StoreGauges:
         """`gauges` for another thread; `loop` is the engine's."""

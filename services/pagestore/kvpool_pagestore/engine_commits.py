@@ -41,7 +41,7 @@ class Commits:
         verifiers: Workers,
         context: EngineContext,
     ) -> None:
-        self._ledger = tiers.staging.ledger
+        self._table = tiers.staging.table
         self._space = tiers.staging.space
         self._disk = tiers.disk
         self._write_back = tiers.write_back
@@ -98,7 +98,7 @@ class Commits:
         plan = self._policies.plan(record.key.keyspace)
         waits = durable or plan.commit_waits
         dirty = self._write_back is not None and (durable or plan.goes_to_disk(0, record.metadata.prompt_tokens))
-        if not self._ledger.finish_commit(slot, verified=error is None, dirty=dirty, sealed=sealed):
+        if not self._table.finish_commit(slot, verified=error is None, dirty=dirty, sealed=sealed):
             return error if error is not None else self._other_copy(record, dirty, waits)
         visible.append(record)
         if dirty and self._write_back is not None:
@@ -108,11 +108,11 @@ class Commits:
 
     def _other_copy(self, record: PageRecord, dirty: bool, waits: bool) -> Committed:
         """The same page came from a peer while it was written: that copy stays, and takes the place of this one."""
-        slot = self._ledger.find(record.key)
+        slot = self._table.find(record.key)
         assert slot is not None  # it is what stood in the way
         metadata = extended(slot.page.metadata, record.metadata)
         if metadata != slot.page.metadata:
-            self._ledger.set_metadata(slot, metadata)
+            self._table.set_metadata(slot, metadata)
             self._events.publish(PagesArrived((slot.page,)))
         if not dirty or self._write_back is None:
             return _no_disk(record) if waits else None

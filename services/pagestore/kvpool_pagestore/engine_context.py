@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvpool.core.clock import Clock
 from kvpool.core.tracing import Tracer
 from kvpool_pagestore.core.events import PageEvents
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
 
@@ -34,7 +34,7 @@ class EngineContext:
 class Staging:
     """The arena: what is in it, room in it, and headers and sums of its pages."""
 
-    ledger: Ledger
+    table: PageTable
     space: ArenaSpace
     sealing: Sealing
 

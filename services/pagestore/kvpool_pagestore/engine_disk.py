@@ -39,6 +39,7 @@ class DiskTier:
         self,
         store: PageStore,
         live_limit_bytes: int,
+        disk_map: DiskMap,
         keyspaces: KeyspaceBook,
         readers: Workers,
         writers: Workers,
@@ -53,13 +54,12 @@ class DiskTier:
         self._tasks = context.tasks
         self._metrics = context.metrics
         self._remembered: set[bytes] = set()
-        self._charged_bytes: dict[tuple[bytes, int], int] = {}  # by keyspace and shard
         self._promised_bytes = 0  # of batches that are being written
         self._reading: Counter[PageKey] = Counter()
         self._deletions = Deletions(store, writers, self.discard)
         self._metadata = MetadataWrites(store, writers, context.tasks)
         self._unreadable: set[PageKey] = set()  # the disk failed at them once
-        self.map = DiskMap(self.charged_bytes, events, context.clock.wall_us)
+        self.map = disk_map
         self._found = FoundPages(store, self.map, keyspaces, readers)
         self.health = DiskHealth(self._probe, events)
         self.used_bytes = 0  # as the file system counted them last
@@ -216,16 +216,6 @@ class DiskTier:
 
     # Inside
 
-    def charged_bytes(self, key: PageKey) -> int:
-        """What a page counts towards the tier's budget, and towards quotas."""
-        charged = self._charged_bytes.get((key.keyspace, key.shard))
-        if charged is None:
-            keyspace = self._keyspaces.find(key.keyspace)
-            assert keyspace is not None  # remembered before the first page of it was written
-            charged = self._store.charged_bytes(keyspace.page_bytes(key.shard))
-            self._charged_bytes[key.keyspace, key.shard] = charged
-        return charged
-
     async def _measure(self) -> None:
         try:
             self.used_bytes = await self._readers.run(self._store.used_bytes)
@@ -248,7 +238,7 @@ class DiskTier:
         if excess_bytes <= 0:
             return
         keys = [key for chunk in self.map.oldest(excess_bytes, self._reading.__contains__) for key in chunk.keys]
-        if sum(map(self.charged_bytes, keys)) < excess_bytes:
+        if sum(map(self.map.page_bytes, keys)) < excess_bytes:
             raise QuotaExceeded("the disk tier is full of pages that are pinned or being read; enlarge --disk-bytes")
         await self._evict(keys)
 

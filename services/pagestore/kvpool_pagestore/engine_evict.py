@@ -83,7 +83,7 @@ class Evicting:
         self._keyspaces = keyspaces
         self._announcer = announcer
         self._tasks = context.tasks
-        self._ledger = tiers.staging.ledger
+        self._table = tiers.staging.table
         self._disk = tiers.disk
         self._write_back = tiers.write_back
         self._one_at_a_time = one_at_a_time
@@ -115,10 +115,10 @@ class Evicting:
             await asyncio.sleep(0)
             for chunk_hash in part:
                 page_count = preview.evicted.page_count
-                for key in self._pages(known, chunk_hash):
+                for key in self._table.keys(known.keyspace, chunk_hash):
                     if self._judge(key, wanted, now_us, preview.evicted):
                         size_bytes = known.page_bytes(key.shard)
-                        preview.staging_bytes += size_bytes * (self._ledger.find(key) is not None)
+                        preview.staging_bytes += size_bytes * (self._table.find(key) is not None)
                         preview.disk_bytes += size_bytes * (not wanted.staging_only and self._is_on_disk(key))
                 preview.chunk_count += preview.evicted.page_count > page_count
         return preview
@@ -140,10 +140,10 @@ class Evicting:
         now_us = self._clock.wall_us()
         for part in self._parts(keyspace, wanted):
             await asyncio.sleep(0)
-            for key in chain.from_iterable(self._pages(keyspace, chunk_hash) for chunk_hash in part):
+            for key in chain.from_iterable(self._table.keys(keyspace.keyspace, chunk_hash) for chunk_hash in part):
                 if not self._judge(key, wanted, now_us, evicted):
                     continue
-                self._ledger.drop(key)
+                self._table.drop(key)
                 # In the same turn, or a reader would bring the page back from the disk before it is deleted there.
                 if not wanted.staging_only and self._disk is not None and key in self._disk.map:
                     self._disk.forget((key,))
@@ -167,7 +167,7 @@ class Evicting:
         chunks_a_turn = max(1, _PAGES_A_TURN // keyspace.grid.shard_count)
         named = dict.fromkeys(wanted.chunk_hashes)
         if wanted.whole_keyspace:
-            named = dict.fromkeys(key.chunk_hash for key in self._ledger.keys_of(wanted.keyspace))
+            named = dict.fromkeys(key.chunk_hash for key in self._table.keys_of(wanted.keyspace))
         chosen = list(named)
         for start in range(0, len(chosen), chunks_a_turn):
             yield chosen[start : start + chunks_a_turn]
@@ -175,19 +175,11 @@ class Evicting:
         for names in on_disk:
             yield [name[16:] for name in names if name.startswith(wanted.keyspace) and name[16:] not in named]
 
-    def _pages(self, keyspace: Keyspace, chunk_hash: bytes) -> Iterator[PageKey]:
-        """Pages of a chunk that are here, in staging or on disk."""
-        for shard in range(keyspace.grid.shard_count):
-            key = PageKey(keyspace.keyspace, chunk_hash, shard)
-            if self._ledger.find(key) is not None or self._is_on_disk(key):
-                yield key
-
     def _is_on_disk(self, key: PageKey) -> bool:
         return self._disk is not None and key in self._disk.map
 
     def _pinned_until_us(self, key: PageKey) -> int:
-        slot = self._ledger.find(key)
-        kept = slot.page.metadata if slot is not None else self._disk.map.metadata(key) if self._disk else None
+        kept = self._table.metadata(key)
         return kept.pinned_until_us if kept is not None else 0
 
     def _judge(self, key: PageKey, wanted: WantedGone, now_us: int, counted: Evicted) -> bool:
@@ -203,7 +195,7 @@ class Evicting:
             return _Verdict.PINNED
         if not wanted.staging_only:
             return _Verdict.GOES
-        slot = self._ledger.find(key)
+        slot = self._table.find(key)
         if slot is None:
             return _Verdict.NOT_MEANT
         is_durable = not slot.dirty and self._disk is not None and key in self._disk

@@ -58,7 +58,7 @@ class Flights:
     ) -> None:
         self._tracer = context.tracer
         self._policies = policies
-        self._ledger = staging.ledger
+        self._table = staging.table
         self._space = staging.space
         self._sealing = staging.sealing
         self._disk = disk
@@ -84,7 +84,7 @@ class Flights:
     def seal(self, slot: Slot, keyspace: Keyspace) -> Flight:
         """Begin to seal a page that is in staging."""
         flight = self._add(slot.page, keyspace, Source.STAGING)
-        self._ledger.pin(slot)
+        self._table.pin(slot)
         self._tasks.start(self._seal(flight, slot), "seal")
         return flight
 
@@ -122,7 +122,7 @@ class Flights:
         flight.landed = flight.error is None
         for on_landed in flight.on_landed:
             on_landed(flight)
-        self._ledger.unpin(slot)
+        self._table.unpin(slot)
 
     async def _promote(self, flight: Flight, cause: object | None) -> None:
         with self._tracer.part_of([cause], "pagestore.promote") as span:
@@ -153,7 +153,7 @@ class Flights:
         return await self._space.find(
             flight.keyspace.tenant,
             flight.record.page_bytes,
-            lambda: self._ledger.begin_fill(flight.keyspace.tenant, flight.record),
+            lambda: self._table.begin_fill(flight.keyspace.tenant, flight.record),
         )
 
     def _land(self, flight: Flight, slot: Slot | None, error: KvPoolError | None, hit: bool = True) -> None:
@@ -162,13 +162,13 @@ class Flights:
         flight.error = error
         ready: Slot | None = None
         if slot is not None:
-            ready = self._ledger.finish_fill(slot, verified=hit and error is None)
+            ready = self._table.finish_fill(slot, verified=hit and error is None)
         if ready is not None and ready is slot:
             self._events.publish(PagesArrived((ready.page,)))
         if ready is not None and ready is slot and not self._policies.plan(flight.record.key.keyspace).stays_in_staging:
-            self._ledger.make_fleeting(ready)
+            self._table.free_on_release(ready)
         flight.landed = ready is not None
         for on_landed in flight.on_landed:
             on_landed(flight)
         if ready is not None:
-            self._ledger.unpin(ready)
+            self._table.unpin(ready)

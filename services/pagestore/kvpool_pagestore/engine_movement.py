@@ -10,7 +10,7 @@ from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest
 from kvpool_pagestore.core.events import DiskChanged, PagesRead, StagingChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.engine_copying import Copying
 from kvpool_pagestore.engine_disk import DiskTier
@@ -39,7 +39,7 @@ class Movement:
         config: PageStoreConfig,
         parts: EngineParts,
         policies: PolicyBook,
-        ledger: Ledger,
+        ledger: PageTable,
         space: ArenaSpace,
         sealing: Sealing,
         disk: DiskTier | None,

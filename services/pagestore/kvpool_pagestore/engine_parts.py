@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
+from kvpool.core.page import PageKey
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import LedgerLimits
+from kvpool_pagestore.core.page_table import ArenaLimits
 from kvpool_pagestore.core.policy import NodePolicy, PolicyBook
 from kvpool_pagestore.core.writeback import WriteBackLimits
 from kvpool_pagestore.engine_context import EngineContext, Tiers
@@ -52,8 +54,8 @@ class EngineParts:
     tracer: Tracer = NO_TRACER
 
 
-def ledger_limits(config: PageStoreConfig, first_segment_id: int) -> LedgerLimits:
-    return LedgerLimits(
+def arena_limits(config: PageStoreConfig, first_segment_id: int) -> ArenaLimits:
+    return ArenaLimits(
         arena_bytes=config.arena_bytes,
         segment_bytes=config.segment_bytes,
         first_segment_id=first_segment_id,
@@ -94,8 +96,8 @@ def make_retained(
 ) -> Retained:
     tier_bytes = parts.disk_live_bytes if tiers.disk is not None else config.arena_bytes
     pinned_bytes = int(config.max_pinned_share * tier_bytes)
-    ledger = tiers.staging.ledger
-    return Retained(policies, keyspaces, ledger, tiers.disk, context.metrics, context.clock, pinned_bytes)
+    table = tiers.staging.table
+    return Retained(policies, keyspaces, table, tiers.disk, context.metrics, context.clock, pinned_bytes)
 
 
 def session_times(config: PageStoreConfig) -> SessionTimes:
@@ -105,8 +107,23 @@ def session_times(config: PageStoreConfig) -> SessionTimes:
     )
 
 
-def disk_tier(parts: EngineParts, store: PageStore, keyspaces: KeyspaceBook, context: EngineContext) -> DiskTier:
-    return DiskTier(store, parts.disk_live_bytes, keyspaces, parts.workers.read, parts.workers.write, context)
+def make_disk_map(parts: EngineParts, keyspaces: KeyspaceBook, context: EngineContext) -> DiskMap | None:
+    if (store := parts.store) is None:
+        return None
+
+    def charged_bytes(key: PageKey) -> int:
+        keyspace = keyspaces.find(key.keyspace)
+        assert keyspace is not None  # remembered before the first page of it was written
+        return store.charged_bytes(keyspace.page_bytes(key.shard))
+
+    return DiskMap(charged_bytes, context.events, context.clock.wall_us)
+
+
+def disk_tier(
+    parts: EngineParts, store: PageStore, disk_map: DiskMap, keyspaces: KeyspaceBook, context: EngineContext
+) -> DiskTier:
+    workers = parts.workers
+    return DiskTier(store, parts.disk_live_bytes, disk_map, keyspaces, workers.read, workers.write, context)
 
 
 def make_flights(
@@ -122,7 +139,7 @@ def make_flights(
     staging = tiers.staging
     pulls = Pulls(
         limits,
-        staging.ledger,
+        staging.table,
         staging.space,
         parts.peers,
         parts.index,

@@ -38,7 +38,7 @@ class Policies:
     ) -> None:
         self._book = book
         self._keyspaces = keyspaces
-        self._ledger = tiers.staging.ledger
+        self._table = tiers.staging.table
         self._disk = tiers.disk
         self._write_back = tiers.write_back
         self._index = index
@@ -96,7 +96,7 @@ class Policies:
             if plan.goes_to_disk(slot.uses, slot.page.metadata.prompt_tokens):
                 self._write(slot)
         elif not slot.dirty and not plan.stays_in_staging:
-            self._ledger.make_fleeting(slot)
+            self._table.free_on_release(slot)
 
     def _is_safe(self, slot: Slot) -> bool:
         """The page is on disk or on its way there."""
@@ -144,13 +144,13 @@ class Policies:
 
     async def _apply_plan(self, keyspace: bytes) -> None:
         """Do what a changed plan says of the pages that are visible now; those that come later follow it anyway."""
-        slots = self._ledger.ready_slots(keyspace)
+        slots = self._table.ready_slots(keyspace)
         for start in range(0, len(slots), _PAGES_A_TURN):
             if start:
                 await asyncio.sleep(0)
             for slot in slots[start : start + _PAGES_A_TURN]:
-                if slot.state is SlotState.READY and not slot.doomed and slot.page.key.keyspace == keyspace:
-                    self._ledger.reannounce(slot)
+                if slot.state is SlotState.READY and not slot.deleted and slot.page.key.keyspace == keyspace:
+                    self._table.reannounce(slot)
                     self._reconsider(slot)
 
     async def _save(self) -> None:

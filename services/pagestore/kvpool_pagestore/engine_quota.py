@@ -12,7 +12,7 @@ from kvpool.core.page import PageKey
 from kvpool_pagestore.core.admission import AdmissionRequest
 from kvpool_pagestore.core.events import BytesHeld, PagesEvicted, PolicyChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.quota import QuotaBook, Shortfall, TenantQuotas
 from kvpool_pagestore.engine_context import EngineContext
 from kvpool_pagestore.engine_disk import DiskTier
@@ -30,13 +30,13 @@ class Quotas:
         self,
         tenants: TenantQuotas,
         keyspaces: KeyspaceBook,
-        ledger: Ledger,
+        table: PageTable,
         disk: DiskTier | None,
         context: EngineContext,
     ) -> None:
         self._book = QuotaBook(tenants)
         self._keyspaces = keyspaces
-        self._ledger = ledger
+        self._table = table
         self._disk = disk
         self._tasks = context.tasks
         self._events = context.events
@@ -138,12 +138,12 @@ class Quotas:
         self, shortfall: Shortfall, aim_bytes: int, spared: Callable[[PageKey], bool], most: int
     ) -> bool:
         """Whether it were as many as may be."""
-        with closing(self._ledger.space.victims(shortfall.keyspaces, lambda slot: spared(slot.page.key))) as victims:
+        with closing(self._table.space.victims(shortfall.keyspaces, lambda slot: spared(slot.page.key))) as victims:
             for _ in range(most):
                 slot = next(victims, None) if self._book.used_for(shortfall) > aim_bytes else None
                 if slot is None:
                     return False
-                self._ledger.give_up(slot)
+                self._table.give_up(slot)
         return True
 
     def _give_up_stored(self, shortfall: Shortfall, aim_bytes: int, spare: PageKey | None, most: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvpool.core.clock import Clock
@@ -18,7 +18,7 @@ from kvpool.core.page import PageKey
 from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest
 from kvpool_pagestore.core.events import PagesArrived, PagesLeft
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.retention import ExpiryQueue, PinBook, extended, is_expired, with_defaults
 from kvpool_pagestore.core.slots import PageRecord
@@ -40,7 +40,7 @@ class Retained:
         self,
         policies: PolicyBook,
         keyspaces: KeyspaceBook,
-        ledger: Ledger,
+        table: PageTable,
         disk: DiskTier | None,
         metrics: PageStoreMetrics,
         clock: Clock,
@@ -48,7 +48,7 @@ class Retained:
     ) -> None:
         self._policies = policies
         self._keyspaces = keyspaces
-        self._ledger = ledger
+        self._table = table
         self._disk = disk
         self._metrics = metrics
         self._clock = clock
@@ -95,9 +95,9 @@ class Retained:
         """Forget what was known of pages that have gone from staging and from disk."""
         for key in event.keys:
             name = key.keyspace + key.chunk_hash
-            if key in self._pins and self._kept(key) is None and not self._ledger.is_coming(key):
+            if key in self._pins and self._table.metadata(key) is None and not self._table.is_coming(key):
                 self._pins.unpin([key])
-            if name in self._expiry and not self._keys(name):
+            if name in self._expiry and not self._table.keys(name[:16], name[16:]):
                 self._expiry.forget(name)
 
     def refusal(self, request: AdmissionRequest) -> QuotaExceeded | None:
@@ -109,7 +109,7 @@ class Retained:
     def turned_down(self, key: PageKey) -> None:
         """A page that was admitted did not come, or not now."""
         if key in self._pins:
-            kept = self._kept(key)
+            kept = self._table.metadata(key)
             if kept is None or not kept.pinned_until_us:
                 self._pins.unpin([key])
 
@@ -118,9 +118,9 @@ class Retained:
         if not self._expiry:
             return
         now_us = self._clock.wall_us()
-        slot = self._ledger.find(key)
+        slot = self._table.find(key)
         if slot is not None and is_expired(slot.page.metadata, now_us):
-            self._ledger.drop(key)
+            self._table.drop(key)
         on_disk = self._disk.map.metadata(key) if self._disk is not None else None
         if on_disk is not None and is_expired(on_disk, now_us) and self._disk is not None:
             self._disk.discard([key])
@@ -130,7 +130,7 @@ class Retained:
 
         Pages whose records on disk do not say so yet are added to `changed`; see `keep`.
         """
-        kept = self._kept(key)
+        kept = self._table.metadata(key)
         if kept is None or (after := extended(kept, wanted)) == kept:
             return None
         if after.pinned_until_us != kept.pinned_until_us:
@@ -143,7 +143,7 @@ class Retained:
     async def keep(self, changed: Sequence[PageKey]) -> None:
         """Have the disk say what is kept beside pages; synced, once for all of them. Raises StoreFault."""
         if self._disk is not None and changed:
-            now = [(key, kept) for key in changed if (kept := self._kept(key)) is not None]
+            now = [(key, kept) for key in changed if (kept := self._table.metadata(key)) is not None]
             await self._disk.set_metadata(now)
 
     async def pin(self, tenant: str, keyspace: bytes, chunk_hashes: Sequence[bytes], until_us: int) -> int:
@@ -163,7 +163,7 @@ class Retained:
         for position, chunk_hash in enumerate(dict.fromkeys(chunk_hashes)):
             if position % _CHANGED_CHUNKS == 0:
                 await asyncio.sleep(0)
-            if keys := self._keys(keyspace + chunk_hash):
+            if keys := self._table.keys(keyspace, chunk_hash):
                 found[keyspace + chunk_hash] = keys
         now_us = self._clock.wall_us()
         pages = {key: known.page_bytes(key.shard) for keys in found.values() for key in keys}
@@ -174,7 +174,7 @@ class Retained:
             changes = []
             for name in names[start : start + _CHANGED_CHUNKS]:
                 keys = self._counted(known, name, found[name], until_us)
-                kept = self._kept(keys[0]) if keys else None
+                kept = self._table.metadata(keys[0]) if keys else None
                 if kept is not None:
                     changes.append((name, replace(kept, pinned_until_us=until_us)))
                 count += len(keys)
@@ -186,14 +186,14 @@ class Retained:
         now_us, count = self._clock.wall_us(), 0
         for name in self._expiry.take_due(now_us, _SWEPT_CHUNKS):
             expired: list[PageKey] = []
-            for key in self._keys(name):
-                kept = self._kept(key)
+            for key in self._table.keys(name[:16], name[16:]):
+                kept = self._table.metadata(key)
                 if kept is not None and is_expired(kept, now_us):
                     expired.append(key)
                 elif kept is not None:
                     self._expiry.add(name, kept.expires_us)  # whoever sweeps sets the timer
             for key in expired:
-                self._ledger.drop(key)
+                self._table.drop(key)
             on_disk = [key for key in expired if self._disk is not None and key in self._disk.map]
             if on_disk and self._disk is not None:
                 self._disk.discard(on_disk)
@@ -205,11 +205,11 @@ class Retained:
 
     def _counted(self, known: Keyspace, name: bytes, found: Sequence[PageKey], until_us: int) -> list[PageKey]:
         """Pages of a chunk that are here now, counted as pinned or not; some went or came while others were changed."""
-        keys = self._keys(name)
+        keys = self._table.keys(name[:16], name[16:])
         if until_us <= self._clock.wall_us():
             self._pins.unpin(keys)
             return keys
-        self._pins.unpin(key for key in found if self._kept(key) is None and not self._ledger.is_coming(key))
+        self._pins.unpin(key for key in found if self._table.metadata(key) is None and not self._table.is_coming(key))
         come = {key: known.page_bytes(key.shard) for key in keys if key not in self._pins}
         self._pins.pin(come, until_us, 0, force=True)
         return keys
@@ -237,29 +237,15 @@ class Retained:
         self.sweep()
         self._arm()
 
-    def _kept(self, key: PageKey) -> PageMetadata | None:
-        """What is kept beside a page that is here; staging knows the latest."""
-        slot = self._ledger.find(key)
-        if slot is not None:
-            return slot.page.metadata
-        return self._disk.map.metadata(key) if self._disk is not None else None
-
-    def _keys(self, name: bytes) -> list[PageKey]:
-        """Pages of a chunk that are here."""
-        known = self._keyspaces.find(name[:16])
-        shards: Iterable[int] = range(known.grid.shard_count) if known is not None else ()
-        keys = (PageKey(name[:16], name[16:], shard) for shard in shards)
-        return [key for key in keys if self._kept(key) is not None]
-
     def _change(self, changes: Sequence[tuple[bytes, PageMetadata]]) -> list[PageKey]:
         """Other metadata for all pages of chunks, in memory; those that are on disk too, for `keep`."""
         on_disk: list[PageKey] = []
         for name, metadata in changes:
             self._note(name, metadata)
-            for key in self._keys(name):
-                slot = self._ledger.find(key)
+            for key in self._table.keys(name[:16], name[16:]):
+                slot = self._table.find(key)
                 if slot is not None:
-                    self._ledger.set_metadata(slot, metadata)
+                    self._table.set_metadata(slot, metadata)
                 if self._disk is not None and key in self._disk.map:
                     self._disk.map.set_metadata(name[:16], name[16:], metadata)
                     on_disk.append(key)

@@ -74,7 +74,7 @@ class SpanCalls:
         pages: PageCalls,
         context: EngineContext,
     ) -> None:
-        self._ledger = tiers.staging.ledger
+        self._table = tiers.staging.table
         self._space = tiers.staging.space
         self._disk = tiers.disk
         self._retained = retained
@@ -116,7 +116,7 @@ class SpanCalls:
         started_s = time.perf_counter()
         keys = span.page_keys
         self._pages.drop_expired(keys)
-        leases = self._ledger.acquire_ready(peer.session, keys)
+        leases = self._table.acquire_ready(peer.session, keys)
         if leases.slots:
             self._events.publish(PagesRead([slot.page for slot in leases.slots]))
         self._count(span, keyspace, leases.pages, len(leases.refused), leases.refusal)
@@ -152,7 +152,7 @@ class SpanCalls:
             record = PageRecord(key, size_bytes[key.shard], metadata[position])
             answer: _Reserved = Admission.EXISTS if self._is_on_disk(record.key) else None
             if answer is None:
-                answer = self._ledger.reserve_slot(peer.session, record, slot_bytes[key.shard])
+                answer = self._table.reserve_slot(peer.session, record, slot_bytes[key.shard])
                 if isinstance(answer, SpaceNeed):
                     answer = await self._find(peer, keyspace, record)
                 if isinstance(answer, Slot):
@@ -185,7 +185,7 @@ class SpanCalls:
 
         def attempt() -> Slot | Admission | KvPoolError | SpaceNeed:
             peer.check_live()
-            return self._ledger.reserve_slot(peer.session, record, slot_bytes_for(record.page_bytes))
+            return self._table.reserve_slot(peer.session, record, slot_bytes_for(record.page_bytes))
 
         answer: Slot | Admission | KvPoolError = await self._space.find(keyspace.tenant, record.page_bytes, attempt)
         peer.check_live()

@@ -39,7 +39,7 @@ class WriteBack:
         self._tracer = context.tracer
         self._policies = policies
         self._queue = WriteQueue(limits)
-        self._ledger = staging.ledger
+        self._table = staging.table
         self._space = staging.space
         self._sealing = staging.sealing
         self._events = context.events
@@ -86,7 +86,7 @@ class WriteBack:
         waiting = self._queue.find(slot)
         if waiting is not None:
             return waiting
-        if not self._ledger.make_dirty(slot):
+        if not self._table.make_dirty(slot):
             return None
         page = self.enqueue(slot)
         self.start_due()
@@ -158,10 +158,10 @@ class WriteBack:
         if self._stopped:
             return
         now_s = self._clock.monotonic_s()
-        in_budget = not self._ledger.is_half_dirty
+        in_budget = not self._table.is_half_dirty
         while batch := self._queue.next_batch(now_s, in_budget=in_budget):
             for page in batch:  # at once: before the task has begun, its slot could be cleared and handed on
-                self._ledger.pin(page.slot)
+                self._table.pin(page.slot)
             self._tasks.start(self._write(batch), "write-back")
         due_s = self._queue.next_due_s(now_s, in_budget=in_budget)
         if due_s is not None:
@@ -186,7 +186,7 @@ class WriteBack:
                     results |= await self._disk.write(admitted) if admitted else {}
                 finally:
                     for write in admitted:  # by now the disk's map has counted those that are there
-                        self._hold_bytes(write.key, -self._disk.charged_bytes(write.key))
+                        self._hold_bytes(write.key, -self._disk.map.page_bytes(write.key))
                 await self._keep_changes(batch, written, results)
                 if (error := next(filter(None, results.values()), None)) is not None:
                     span.fail(error)
@@ -198,7 +198,7 @@ class WriteBack:
 
     def _refusal(self, record: PageRecord) -> KvPoolError | None:
         """Why a page may not take bytes on disk; if it may, they are counted until its write has ended."""
-        size_bytes = self._disk.charged_bytes(record.key)
+        size_bytes = self._disk.map.page_bytes(record.key)
         refused = self._admission.refusal(AdmissionRequest(AdmissionPurpose.WRITE_BACK, record, size_bytes))
         if refused is None:
             self._hold_bytes(record.key, size_bytes)
@@ -233,12 +233,12 @@ class WriteBack:
 
     def _settle(self, page: DirtyPage, error: KvPoolError | None) -> None:
         now_s, key = self._clock.monotonic_s(), page.record.key
-        dropped = page.slot.doomed
+        dropped = page.slot.deleted
         # Also a page that could not be written may be evicted: the cache can be lost, serving must go on.
-        self._ledger.make_clean(page.slot)
+        self._table.make_clean(page.slot)
         if error is None and not dropped and not self._policies.plan(key.keyspace).stays_in_staging:
-            self._ledger.make_fleeting(page.slot)
-        self._ledger.unpin(page.slot)
+            self._table.free_on_release(page.slot)
+        self._table.unpin(page.slot)
         self._metrics.written_pages.labels("written" if error is None else "failed").inc()
         if error is not None:
             self._tell_failure(key, error, now_s)

@@ -16,7 +16,7 @@ from kvpool.core.errors import InvalidRequest, Overloaded, PageCorrupt
 from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
 from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import eventually
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine_bulk import EngineBulkGateway
 from kvpool_pagestore.engine_moving import Purpose

@@ -77,7 +77,7 @@ async def test_segments_are_made_while_a_span_is_reserved() -> None:
             assert granted.pages.tolist() == list(range(30))
             assert len(set(granted.segment_ids.tolist())) == 4
             assert len(set(zip(granted.segment_ids.tolist(), granted.offsets.tolist(), strict=True))) == 30
-            live = [one for one in running.engine._ledger.space.segments if one.state is SegmentState.LIVE]
+            live = [one for one in running.engine._table.space.segments if one.state is SegmentState.LIVE]
             assert sum(one.size_bytes for one in live) <= running.config.arena_bytes
 
 
@@ -215,4 +215,4 @@ async def test_spans_and_items_name_the_same_pages() -> None:
             assert all(one.grant is not None for one in await acquire(running, peer, [wanted(3), wanted(6)]))
             with pytest.raises(InvalidRequest, match="shards"):
                 await running.engine.spans.reserve(peer, page_span(0, 1, shards=page_span(0, 1).shards + 3))
-            assert running.engine._ledger.find(page_key(5)) is not None
+            assert running.engine._table.find(page_key(5)) is not None

@@ -29,7 +29,7 @@ _PART_ROWS: Final = 256
 _MANY: Final = 1 << 62
 
 PageBytes = Callable[[PageKey], int]
-"""Exact bytes of a page; a pure function of its keyspace and shard."""
+"""What a page counts on disk; a pure function of its keyspace and shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class DiskMap:
 
     def __init__(self, page_bytes: PageBytes, events: PageEvents, now_us: Callable[[], int]) -> None:
         self._page_bytes = page_bytes
+        self._known_bytes: dict[tuple[bytes, int], int] = {}  # by keyspace and shard
         self._events = events
         self._now_us = now_us  # wall time, for pins and ends of life
         self._rows = _ChunkRows()
@@ -86,6 +87,14 @@ class DiskMap:
         self._chosen: list[bytes] = []  # by the last call of `oldest`
         self.page_count = 0
         self.size_bytes = 0  # of pages; keys, indexes and logs of the store come on top
+
+    def page_bytes(self, key: PageKey) -> int:
+        """What a page counts towards the budget of the disk, and towards quotas."""
+        at = (key.keyspace, key.shard)
+        size_bytes = self._known_bytes.get(at)
+        if size_bytes is None:
+            size_bytes = self._known_bytes[at] = self._page_bytes(key)
+        return size_bytes
 
     def __contains__(self, key: PageKey) -> bool:
         row = self._find(key.keyspace + key.chunk_hash)
@@ -101,7 +110,7 @@ class DiskMap:
             return False
         self._rows.shards[row] |= 1 << key.shard
         self.page_count += 1
-        self._count(key, self._page_bytes(key))
+        self._count(key, self.page_bytes(key))
         return True
 
     def add_found(self, pages: Iterable[StoredPage]) -> None:
@@ -120,7 +129,7 @@ class DiskMap:
         for size, count in counts.items():
             self.page_count += count
             key = PageKey.unpack(size[:_HASH_BYTES] + bytes(_HASH_BYTES) + size[_HASH_BYTES:])
-            self._count(key, count * self._page_bytes(key))
+            self._count(key, count * self.page_bytes(key))
 
     def metadata(self, key: PageKey) -> PageMetadata | None:
         """What is kept beside a page, or None if the page is not on disk."""
@@ -186,7 +195,7 @@ class DiskMap:
             removed.append((key, self._head(row)))
             self._rows.shards[row] &= ~(1 << key.shard)
             self.page_count -= 1
-            self._count(key, -self._page_bytes(key))
+            self._count(key, -self.page_bytes(key))
             if not self._rows.shards[row]:
                 self._asked.pop(row, None)
                 self._policy.remove(name)
@@ -221,13 +230,13 @@ class DiskMap:
                 break
             self._chosen.append(name)
             chosen.append(chunk := self._chunk(self._rows.find(name)))
-            free_bytes -= sum(self._page_bytes(key) for key in chunk.keys)
+            free_bytes -= sum(self.page_bytes(key) for key in chunk.keys)
         return chosen
 
     def oldest_of_all(self, free_bytes: int, max_chunks: int = _MANY) -> list[DiskChunk]:
         """As `oldest`, but where nothing else may go, pinned chunks too, those first whose pins end first."""
         chosen = self.oldest(free_bytes, lambda key: False, max_chunks=max_chunks)
-        free_bytes -= sum(self._page_bytes(key) for chunk in chosen for key in chunk.keys)
+        free_bytes -= sum(self.page_bytes(key) for chunk in chosen for key in chunk.keys)
         if free_bytes <= 0 or len(chosen) >= max_chunks:
             return chosen
         names = set(self._chosen)
@@ -242,7 +251,7 @@ class DiskMap:
             if free_bytes <= 0:
                 break
             chosen.append(chunk)
-            free_bytes -= sum(self._page_bytes(key) for key in chunk.keys)
+            free_bytes -= sum(self.page_bytes(key) for key in chunk.keys)
         return chosen
 
     def chunks(self) -> Iterator[DiskChunk]:
