@@ -20,6 +20,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.chunk_columns import FoundChunks
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.stored_pages import StoredPages
 
 SHARDS = 8
@@ -58,7 +59,7 @@ def metadata(hash_of: Sequence[bytes], number: int) -> PageMetadata:
 
 def measure(chunk_count: int) -> dict[str, float]:
     """Load a map as a start does, then evict from it with all ghosts in place."""
-    disk, found, pages = DiskMap(lambda key: 1 << 20), FoundChunks(), stored_pages(chunk_count)
+    disk, found, pages = DiskMap(lambda key: 1 << 20, PageEvents(), lambda: 0), FoundChunks(), stored_pages(chunk_count)
     first = next(pages)
     before_bytes = resident_bytes()
     load_s = 0.0

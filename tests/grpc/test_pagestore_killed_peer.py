@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvpool.core.outcome import Admission
 from kvpool.testing import ManualClock, eventually
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from tests.fixtures import pagestore_peer
 from tests.fixtures.pagestore import SLOT_BYTES, new_world
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, wanted

@@ -33,11 +33,11 @@ async def test_a_session_has_its_share_mapped_as_it_comes() -> None:
             store.running.arena.prepare_segment = in_time  # type: ignore[method-assign]
             store.running.engine.preparation.start()
             preparing = asyncio.ensure_future(session.prepare(0))
-            await eventually(lambda: any(one.mappers for one in store.running.engine._ledger.space.segments))
+            await eventually(lambda: any(one.mappers for one in store.running.engine._table.space.segments))
             assert not preparing.done()
             go_on.set()
             segment_ids = await preparing
-            assert sorted(segment_ids) == sorted(one.segment_id for one in store.running.engine._ledger.space.segments)
+            assert sorted(segment_ids) == sorted(one.segment_id for one in store.running.engine._table.space.segments)
             for segment_id in segment_ids:
                 with session.slot_view(segment_id, 0, 8) as view:
                     assert bytes(view) == bytes(8)

@@ -78,7 +78,7 @@ def check_pages(world: World) -> None:
     for store in world.pagestores:
         if store.engine is None:
             raise Violation(f"{store.name} does not serve")
-        ledger = store.engine._ledger
+        ledger = store.engine._table
         visible = [slot for keyspace in ledger.ready_keyspaces() for slot in ledger.ready_slots(keyspace)]
         for key, slot in ((slot.page.key, slot) for slot in visible):
             memory = store.host.segments[slot.segment.segment_id].memory
@@ -97,7 +97,7 @@ def _is_newest(world: World, store: PageStoreNode, incarnation: int) -> bool:
 
 
 def _left_in(engine: PageStoreEngine) -> list[str]:
-    ledger, gauges = engine._ledger, engine.gauges()
+    ledger, gauges = engine._table, engine.gauges()
     left = [
         f"{name} = {value}"
         for name, value in (
@@ -117,7 +117,7 @@ def _left_in(engine: PageStoreEngine) -> list[str]:
     ]
     for segment in ledger.space.segments:
         for slot in segment.slots:
-            if slot.pins or slot.readers or slot.ghosts:
+            if slot.pins or slot.readers or slot.orphaned_leases:
                 left.append(f"slot {segment.segment_id}+{slot.offset}: {slot.pins} pins, {slot.readers} readers")
     if engine._disk is not None:
         left += [f"disk reads {key}" for key in engine._disk._reading]
@@ -133,7 +133,7 @@ def _wrong_in_index(world: World, store: PageStoreNode) -> str:
     if not store.serving or store.engine is None:
         return f"{store.name} does not serve"
     truth: Counter[_Place] = Counter()
-    for key in (page.key for page in store.engine._ledger.ready_pages()):
+    for key in (page.key for page in store.engine._table.ready_pages()):
         truth[key.keyspace, key.chunk_hash[:8], Tier.STAGING] |= 1 << key.shard
     if store.engine._disk is not None:
         for chunk in store.engine._disk.map.chunks():

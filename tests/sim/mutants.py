@@ -18,7 +18,8 @@ from kvpool_index.adapters.memory import MemoryLocationStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
 from kvpool_index.engine_announce import AnnounceService
 from kvpool_index.engine_keyspaces import KeyspaceService
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.events import DiskChanged
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.sessions import SessionTable
 from kvpool_pagestore.core.slots import Slot
@@ -56,14 +57,14 @@ def _visible_before_verified() -> AbstractContextManager[object]:
     async def finish(self: Commits, slots: Sequence[Slot], durable: bool) -> list[KvPoolError | None]:
         records = [slot.page for slot in slots]
         for slot in slots:
-            self._ledger.finish_commit(slot, verified=True, dirty=False)
+            self._table.finish_commit(slot, verified=True, dirty=False)
         await asyncio.sleep(0.005)
         errors = [
             self._verify(slot) if slot.record is record else None for slot, record in zip(slots, records, strict=True)
         ]
         for record, error in zip(records, errors, strict=True):
             if error is not None:
-                self._ledger.drop(record.key)
+                self._table.drop(record.key)
         return errors
 
     return mock.patch.object(Commits, "finish", finish)
@@ -72,8 +73,11 @@ def _visible_before_verified() -> AbstractContextManager[object]:
 @contextmanager
 def _reuse_leased_slots() -> Iterator[None]:
     """Read leases do not keep a slot from being evicted."""
-    unused = property(lambda slot: not slot.ghosts and not slot.pins)
-    with mock.patch.object(Slot, "unused", unused), mock.patch.object(SegmentTable, "hold", SegmentTable.settle):
+    unused = property(lambda slot: not slot.orphaned_leases and not slot.pins)
+    with (
+        mock.patch.object(Slot, "unused", unused),
+        mock.patch.object(SegmentTable, "hold", SegmentTable.update_evictable),
+    ):
         yield
 
 
@@ -91,11 +95,11 @@ def _recycle_on_timeout() -> AbstractContextManager[object]:
 def _forget_quarantine() -> AbstractContextManager[object]:
     """A session that broke is treated as one that was closed."""
 
-    def end_session(self: Ledger, session: Any) -> None:
+    def end_session(self: PageTable, session: Any) -> None:
         self._give_back(session)
         self.sessions.close(session)
 
-    return mock.patch.object(Ledger, "end_session", end_session)
+    return mock.patch.object(PageTable, "end_session", end_session)
 
 
 def _serve_old_incarnations() -> AbstractContextManager[object]:
@@ -108,8 +112,7 @@ def _announce_before_durable() -> AbstractContextManager[object]:
     true_write = DiskTier.write
 
     async def write(self: DiskTier, pages: Sequence[Any]) -> Any:
-        for page in pages:
-            self._announcer.disk(page.key, page.metadata.group_head_hash, True)
+        self._events.publish(DiskChanged([(page.key, page.metadata.group_head_hash) for page in pages], True))
         return await true_write(self, pages)
 
     return mock.patch.object(DiskTier, "write", write)
@@ -117,12 +120,12 @@ def _announce_before_durable() -> AbstractContextManager[object]:
 
 def _forget_dirty() -> AbstractContextManager[object]:
     """A committed page may be evicted before it is on disk."""
-    true_finish = Ledger.finish_commit
+    true_finish = PageTable.finish_commit
 
-    def finish_commit(self: Ledger, slot: Slot, *, verified: bool, dirty: bool) -> bool:
+    def finish_commit(self: PageTable, slot: Slot, *, verified: bool, dirty: bool) -> bool:
         return true_finish(self, slot, verified=verified, dirty=False)
 
-    return mock.patch.object(Ledger, "finish_commit", finish_commit)
+    return mock.patch.object(PageTable, "finish_commit", finish_commit)
 
 
 def _forget_arena_budget() -> AbstractContextManager[object]:
@@ -149,13 +152,13 @@ def _leak_late_words() -> AbstractContextManager[object]:
 
 def _two_writers() -> AbstractContextManager[object]:
     """A key that is being written is granted to another writer too."""
-    true_reserve = Ledger.reserve
+    true_reserve = PageTable.reserve
 
-    def reserve(self: Ledger, session: Any, record: Any) -> Any:
+    def reserve(self: PageTable, session: Any, record: Any) -> Any:
         self._writing.pop(record.key, None)
         return true_reserve(self, session, record)
 
-    return mock.patch.object(Ledger, "reserve", reserve)
+    return mock.patch.object(PageTable, "reserve", reserve)
 
 
 def _forget_attempts() -> AbstractContextManager[object]:

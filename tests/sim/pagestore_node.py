@@ -19,6 +19,7 @@ from kvpool_pagestore import main as pagestore_main
 from kvpool_pagestore.adapters.index_link import NodeIndexLink
 from kvpool_pagestore.adapters.placement import IndexPlacement
 from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.events import DiskChanged, PageEvent
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
@@ -200,7 +201,7 @@ class PageStoreNode:
 
     def _check_old_memory(self, engine: PageStoreEngine) -> None:
         """What clients keep of an earlier process's memory is in the budget of this one from its start."""
-        counted_bytes = engine._ledger.space.segment_total_bytes
+        counted_bytes = engine._table.space.segment_total_bytes
         if self.host.segment_bytes > counted_bytes:
             self.host.fail(f"{self.host.segment_bytes} bytes of segments are there, {counted_bytes} are counted")
 
@@ -273,7 +274,7 @@ class PageStoreNode:
 
     def _watch_slots(self, engine: PageStoreEngine) -> None:
         """Poison every slot that becomes free, and see that nobody is touching it."""
-        space, host = engine._ledger.space, self.host
+        space, host = engine._table.space, self.host
         free = space.free
 
         def freed(slot: Any) -> None:
@@ -302,14 +303,16 @@ class PageStoreNode:
 
     def _watch_promises(self, engine: PageStoreEngine) -> None:
         """Nothing is announced as durable that is not; nothing is evicted before it is durable on a disk that works."""
-        announcer, ledger, space, disk = engine._announcer, engine._ledger, engine._ledger.space, self.disk
-        announce, evict, finish_commit = announcer.disk, space._on_evict, ledger.finish_commit
+        events, ledger, space, disk = engine.events, engine._table, engine._table.space, self.disk
+        publish, evict, finish_commit = events.publish, space._on_evict, ledger.finish_commit
         committed: dict[int, PageRecord] = {}  # by id: kept, so that no other record gets it
 
-        def announced(key: PageKey, group_head_hash: bytes, present: bool) -> None:
-            if present and key not in disk.written and key not in disk.deleted:
-                self.world.violations.append(f"{self.name}: page {key} was announced as durable and is not")
-            announce(key, group_head_hash, present)
+        def published(event: PageEvent) -> None:
+            if isinstance(event, DiskChanged) and event.present:
+                for key, _ in event.pages:
+                    if key not in disk.written and key not in disk.deleted:
+                        self.world.violations.append(f"{self.name}: page {key} was announced as durable and is not")
+            publish(event)
 
         def evicted(slot: Any) -> None:
             key = slot.page.key
@@ -322,7 +325,7 @@ class PageStoreNode:
             committed[id(slot.page)] = slot.page
             return finish_commit(slot, **how)
 
-        announcer.disk = announced  # type: ignore[method-assign]
+        events.publish = published  # type: ignore[method-assign]
         ledger.finish_commit = finished  # type: ignore[method-assign]
         space._on_evict = evicted
 

@@ -11,7 +11,7 @@ from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_pages import ReserveItem, WantedPage
 from kvpool_pagestore.engine_sessions import PeerSession

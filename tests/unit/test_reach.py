@@ -33,8 +33,7 @@ UNUSED_ON_PURPOSE: Mapping[str, str] = {
     "kvpool_index/core/entries.py:encode_entry": "what decode_value reads, for tests and bench/",
     "kvpool_index/engine.py:IndexEngine.watch_reader": "seen by tests: how far the log was read",
     "kvpool/cli/replay_trace.py:Trace.unique_blocks": "what bench/ gives capacities as shares of",
-    "kvpool_pagestore/core/staged_pages.py:StagedPages.ready_pages": "what models and the simulator compare with",
-    "kvpool_pagestore/core/slots.py:Slot.used_at": "goes with the map of slots",
+    "kvpool_pagestore/core/page_table.py:PageTable.ready_pages": "what models and the simulator compare with",
 }
 
 # Bases that call nothing by themselves; methods of classes with other bases from outside may be called by those.

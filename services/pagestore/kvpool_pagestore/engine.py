@@ -5,15 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from kvpool.core.cluster import NodeLoad
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, StaleIncarnation, StoreUnavailable
 from kvpool.core.fault_points import reach
 from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.admission import AdmissionRules
+from kvpool_pagestore.core.events import (
+    BytesHeld,
+    DiskChanged,
+    DiskHealthChanged,
+    PageEvents,
+    PagesArrived,
+    PagesEvicted,
+    PagesLeft,
+    PagesRead,
+    PagesUsed,
+    PolicyChanged,
+    StagingChanged,
+    Subscription,
+)
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
+from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_pagestore.engine_clear import Clearing
+from kvpool_pagestore.engine_context import EngineContext, Staging, Tiers
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_evict import Evicting
 from kvpool_pagestore.engine_listing import Listing
@@ -22,10 +40,10 @@ from kvpool_pagestore.engine_movement import Movement
 from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_parts import (
     EngineParts,
+    arena_limits,
     disk_tier,
-    ledger_limits,
+    make_disk_map,
     make_flights,
-    make_quotas,
     make_retained,
     node_policy,
     session_times,
@@ -35,6 +53,7 @@ from kvpool_pagestore.engine_policies import Policies
 from kvpool_pagestore.engine_prefetch import Prefetch
 from kvpool_pagestore.engine_prepare import Preparation
 from kvpool_pagestore.engine_quarantine import Quarantine
+from kvpool_pagestore.engine_quota import Quotas
 from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
 from kvpool_pagestore.engine_space import ArenaSpace
@@ -56,109 +75,129 @@ class PageStoreEngine:
 
     def __init__(self, config: PageStoreConfig, parts: EngineParts, metrics: PageStoreMetrics) -> None:
         self._config = config
-        self._metrics = metrics
-        self._clock = parts.clock
-        self._tasks = EngineTasks()
         self._keyspaces = KeyspaceBook()
         self._adopting = asyncio.Lock()
         policies = PolicyBook(node_policy(config, has_disk=parts.store is not None))
         self._announcer = Announcer(parts.index)
+        self.events = PageEvents()
+        self._admission = AdmissionRules()
         self._draining = False
         self._disk_live_bytes = parts.disk_live_bytes
         self.incarnation = 0
-        clock, tasks, workers = parts.clock, self._tasks, parts.workers
-        self._ledger = Ledger(
-            ledger_limits(config, parts.first_segment_id),
-            self._announcer.staging,
+        self._tasks = EngineTasks()
+        context = EngineContext(
+            clock=parts.clock, tasks=self._tasks, events=self.events, metrics=metrics, tracer=parts.tracer
+        )
+        tiers = self._make_tiers(parts, policies, context)
+        self.policies = Policies(policies, self._keyspaces, tiers, parts.index, context)
+        self._clearing = Clearing(tiers, self._announcer, self.truth)
+        one_at_a_time = self._clearing.one_at_a_time
+        self.evicting = Evicting(self._keyspaces, tiers, self._announcer, one_at_a_time, context)
+        self._make_peers(parts, metrics)
+        quotas = TenantQuotas.parse(config.tenant_quotas)
+        self.quotas = Quotas(quotas, self._keyspaces, self._table, self._disk, context)
+        self.retained = make_retained(config, parts, policies, self._keyspaces, tiers, context)
+        self._make_calls(parts, policies, tiers, context)
+        self._connect(metrics)
+
+    def _make_tiers(self, parts: EngineParts, policies: PolicyBook, context: EngineContext) -> Tiers:
+        """Where pages are."""
+        workers = parts.workers
+        disk_map = make_disk_map(parts, self._keyspaces, context)
+        self._table = PageTable(
+            arena_limits(self._config, parts.first_segment_id),
+            self.events,
+            self._admission,
+            parts.clock.wall_us,
+            disk_map,
             lambda keyspace: policies.plan(keyspace).staging_is_tier,
         )
-        self._ledger.space.now_us = parts.clock.wall_us
-        self._ledger.on_evicted = metrics.evicted_pages.labels("staging").inc
-        self._space = ArenaSpace(self._ledger, parts.arena, workers.verify, tasks, clock)
-        self._sealing = Sealing(self._space, self._keyspaces, workers.seal or workers.verify, metrics)
+        self._space = ArenaSpace(self._table, parts.arena, workers.verify, self._tasks, parts.clock)
+        sealing = Sealing(self._space, self._keyspaces, workers.seal or workers.verify, context.metrics)
+        staging = Staging(table=self._table, space=self._space, sealing=sealing)
         self._disk: DiskTier | None = None
         self._write_back: WriteBack | None = None
-        if parts.store is not None:
-            self._disk = disk_tier(config, parts, parts.store, self._keyspaces, self._announcer, tasks, metrics)
-            self._write_back = WriteBack(
-                write_back_limits(config),
-                self._ledger,
-                self._space,
-                self._sealing,
-                self._disk,
-                policies,
-                tasks,
-                metrics,
-                clock,
-                parts.tracer,
-            )
-        self.policies = Policies(
-            policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks
-        )
-        self._clearing = Clearing(self._ledger, self._disk, self._write_back, self._announcer, self.truth)
-        alone = self._clearing.one_at_a_time
-        self.evicting = Evicting(
-            self._keyspaces, self._ledger, self._disk, self._write_back, self._announcer, alone, tasks, clock
-        )
+        if parts.store is not None and disk_map is not None:
+            self._disk = disk_tier(parts, parts.store, disk_map, self._keyspaces, context)
+            limits = write_back_limits(self._config)
+            self._write_back = WriteBack(limits, staging, self._disk, policies, self._admission, context)
+        return Tiers(staging=staging, disk=self._disk, write_back=self._write_back)
+
+    def _make_peers(self, parts: EngineParts, metrics: PageStoreMetrics) -> None:
+        """Sessions, and what becomes of the arena when they begin and end."""
+        config, workers, table = self._config, parts.workers, self._table
         poll_s = config.quarantine_poll_ms / 1e3
-        self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
+        self._quarantine = Quarantine(table, self._space, parts.arena, workers.verify, parts.clock, poll_s)
         self.preparation = Preparation(
             config.prepared_bytes,
             config.arena_bytes,
             self._space,
             workers.prepare or workers.verify,
             self._quarantine,
-            tasks,
-            clock,
+            self._tasks,
+            parts.clock,
         )
         self.sessions = PeerSessions(
-            session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics
+            session_times(config), table, parts.arena, self._keyspaces, self._quarantine, metrics
         )
-        self.quotas = make_quotas(config, self._keyspaces, self._ledger, self._disk, self._write_back, tasks, metrics)
-        self.policies.on_change = lambda keyspace, policy: self.quotas.set_limit(keyspace, policy.quota_bytes)
-        self.retained = make_retained(config, parts, policies, self._keyspaces, self._ledger, self._disk, metrics)
-        self._make_calls(config, parts, policies, metrics)
 
-    def _make_calls(
-        self, config: PageStoreConfig, parts: EngineParts, policies: PolicyBook, metrics: PageStoreMetrics
-    ) -> None:
+    def _connect(self, metrics: PageStoreMetrics) -> None:
+        """List who may refuse pages, and who handles which event: the only place that joins these parts."""
+        # In this order: who asks later is not asked for nothing. A pin is counted, and taken back by the caller if the
+        # page does not come; a quota is met by giving pages up, so it is asked when nothing else can refuse the page.
+        self._admission.set_rules((self.movement.refusal, self.retained.refusal, self.quotas.refusal))
+        # Kinds are independent of each other: each handler changes its own part's state alone, except those that
+        # begin work, which look at the page table, consistent by then. Of one kind, in this order.
+        subscriptions: list[Subscription[Any]] = [
+            # The next admission must see every byte: quotas count it before anything else can be asked.
+            Subscription(BytesHeld, self.quotas.count),
+            Subscription(PolicyChanged, self.quotas.take_policy),
+            # Pages that leave are unpinned only after all that holds them has let go, so that a page which only moves
+            # between tiers keeps its pin.
+            Subscription(PagesArrived, self.retained.arrived),
+            Subscription(PagesLeft, self.retained.left),
+            # A copy is queued before the index can learn of the page: what the sweep reads there is then queued, too.
+            Subscription(StagingChanged, self.movement.staging_changed),
+            Subscription(StagingChanged, self._announcer.staging),
+            Subscription(DiskChanged, self.movement.disk_changed),
+            Subscription(DiskChanged, self._announcer.disk),
+            # May make a page dirty and start its write.
+            Subscription(PagesUsed, self.policies.write_used),
+            Subscription(PagesRead, self.movement.pages_read),
+            Subscription(
+                PagesEvicted, lambda event: metrics.evicted_pages.labels(event.tier.name.lower()).inc(event.page_count)
+            ),
+        ]
+        if self._disk is not None and self._write_back is not None:
+            # Old copies are deleted before pages are written once more.
+            subscriptions += (
+                Subscription(DiskHealthChanged, self._disk.retry_deletions),
+                Subscription(DiskHealthChanged, self._write_back.retry_failed),
+            )
+        self.events.subscribe(subscriptions)
+
+    def _make_calls(self, parts: EngineParts, policies: PolicyBook, tiers: Tiers, context: EngineContext) -> None:
         """What sessions and other nodes ask for, on top of the tiers."""
-        tasks, workers = self._tasks, parts.workers
+        config, metrics, verifiers = self._config, context.metrics, parts.workers.verify
         self.movement = Movement(
             config,
             parts,
             policies,
-            self._ledger,
+            self._table,
             self._space,
-            self._sealing,
+            tiers.staging.sealing,
             self._disk,
             self._keyspaces,
             self._flush_all,
-            tasks,
+            self._tasks,
             metrics,
         )
-        flights = make_flights(
-            config, parts, self._ledger, self._space, self._sealing, self._disk, policies, tasks, metrics
-        )
-        self.pages = PageCalls(
-            self._ledger,
-            self._space,
-            self._disk,
-            self._write_back,
-            flights,
-            policies,
-            self.retained,
-            self._keyspaces,
-            workers.verify,
-            tasks,
-            metrics,
-            parts.tracer,
-        )
-        self.spans = SpanCalls(self._ledger, self._space, self._disk, self.retained, self.pages, metrics)
-        self.movement.attach(self._announcer, self.pages)
-        self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, config.arena_bytes)
+        flights = make_flights(config, parts, tiers, policies, context)
+        self.pages = PageCalls(tiers, flights, policies, self.retained, self._keyspaces, verifiers, context)
+        self.spans = SpanCalls(tiers, self.retained, self.pages, context)
+        self.prefetch = Prefetch(self._table, flights, self._keyspaces, metrics, config.arena_bytes)
         most_read = self.movement.replication.most_read
-        self.listing = Listing(self._ledger, self._disk, self._keyspaces, most_read, parts.clock)
+        self.listing = Listing(self._table, self._disk, self._keyspaces, most_read, parts.clock)
 
     # Life
 
@@ -242,7 +281,7 @@ class PageStoreEngine:
             raise InvalidRequest(f"prepare: share_bytes must be >= 0, got {share_bytes}")
         tenant = peer.session.tenant
         alone = all(one.tenant == tenant for one in self._keyspaces.all())
-        segments = self._ledger.space.assign(tenant, share_bytes, alone=alone)
+        segments = self._table.space.assign(tenant, share_bytes, alone=alone)
         is_enough = bool(share_bytes) and sum(one.size_bytes for one in segments) >= share_bytes
         return [one.segment_id for one in segments], self.preparation.goes_on and not is_enough
 
@@ -269,24 +308,24 @@ class PageStoreEngine:
 
     def gauges(self) -> StoreGauges:
         """What is true now."""
-        ledger, space, disk = self._ledger, self._ledger.space, self._disk
+        table, space, disk = self._table, self._table.space, self._disk
         return StoreGauges(
             arena_capacity_bytes=space.capacity_bytes,
             arena_segment_bytes=space.segment_total_bytes,
             arena_used_bytes=space.used_bytes,
             arena_quarantined_bytes=space.quarantined_bytes,
-            arena_dirty_bytes=ledger.dirty_bytes,
+            arena_dirty_bytes=table.dirty_bytes,
             arena_prepared_bytes=self.preparation.prepared_bytes,
             arena_prepare_seconds=self.preparation.took_s,
-            staging_pages=ledger.ready_count,
+            staging_pages=table.ready_count,
             disk_capacity_bytes=self._config.disk_bytes if disk is not None else 0,
             disk_used_bytes=disk.used_bytes if disk is not None else 0,
             disk_pages=disk.map.page_count if disk is not None else 0,
             disk_faulty=int(bool(self.disk_fault)),
             disk_state=int(disk.health.state) if disk is not None else 0,
-            sessions=ledger.sessions.live_count,
-            quarantined_sessions=len(ledger.sessions.ended),
-            leases=sum(one.lease_count for one in ledger.sessions.live),
+            sessions=table.sessions.live_count,
+            quarantined_sessions=len(table.sessions.ended),
+            leases=sum(one.lease_count for one in table.sessions.live),
             pinned_bytes=self.retained.pinned_bytes,
             write_back_oldest_seconds=self._write_back.oldest_s if self._write_back is not None else 0.0,
             write_back_waiting_bytes=self._write_back.waiting_bytes if self._write_back is not None else 0,
@@ -318,7 +357,7 @@ class PageStoreEngine:
     @property
     def truth(self) -> NodeTruth:
         """What this node holds, as the index is to know it."""
-        return NodeTruth(self._announcer, self._disk.map if self._disk is not None else None, self._keyspaces)
+        return NodeTruth(self._announcer, self._table, self._keyspaces)
 
     def read_gauges(self, loop: asyncio.AbstractEventLoop) -> StoreGauges:
         """`gauges` for another thread; `loop` is the engine's."""

@@ -11,7 +11,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import DeadlineExceeded, KeyspaceUnknown, KvPoolError, SessionUnknown
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace
-from kvpool_pagestore.core.ledger import Grant, Ledger
+from kvpool_pagestore.core.page_table import Grant, PageTable
 from kvpool_pagestore.core.sessions import Session, SessionState
 from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine_flights import Flight, Flights, Source
@@ -83,7 +83,7 @@ class Acquisition:
         self,
         session: Session,
         items: Sequence[AcquireItem],
-        ledger: Ledger,
+        table: PageTable,
         flights: Flights,
         metrics: PageStoreMetrics,
         on_acquired: OnAcquired,
@@ -93,7 +93,7 @@ class Acquisition:
         self._cause = cause
         self._session = session
         self._items = [_Item(index, wanted) for index, wanted in enumerate(items)]
-        self._ledger = ledger
+        self._table = table
         self._flights = flights
         self._metrics = metrics
         self._on_acquired = on_acquired
@@ -125,7 +125,7 @@ class Acquisition:
     def _advance(self, item: _Item, found_at: Source) -> None:
         """Lease the page, or take the next way to get it, or call it a miss."""
         key = item.wanted.key
-        answer = self._ledger.acquire(self._session, key)
+        answer = self._table.acquire(self._session, key)
         if isinstance(answer, Grant):
             self._settle(item, answer, found_at)
         elif answer is not None:
@@ -133,7 +133,7 @@ class Acquisition:
             self._settle(item, None, found_at)
         elif not self._may_come(item):
             self._settle(item, None, found_at)
-        elif (busy := self._ledger.read_window(self._session)) is not None:
+        elif (busy := self._table.read_window(self._session)) is not None:
             item.error = busy
             self._settle(item, None, found_at)
         else:
@@ -146,7 +146,7 @@ class Acquisition:
         wanted = item.wanted
         if self._flights.find(wanted.key) is not None:
             return item.joins < _MAX_JOINS
-        if not item.seal_tried and self._ledger.find(wanted.key) is not None:
+        if not item.seal_tried and self._table.find(wanted.key) is not None:
             return True  # not sealed, else it would have been leased
         if not item.disk_tried and self._flights.disk_metadata(wanted.key) is not None:
             return True
@@ -160,7 +160,7 @@ class Acquisition:
             item.joins += 1
             return under_way
         assert wanted.keyspace is not None
-        unsealed = None if item.seal_tried else self._ledger.find(wanted.key)
+        unsealed = None if item.seal_tried else self._table.find(wanted.key)
         if unsealed is not None:
             item.seal_tried = True
             return self._flights.seal(unsealed, wanted.keyspace)

@@ -13,7 +13,7 @@ from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_pages import ReserveItem, WantedPage

@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.ledger import Ledger
-from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_context import Tiers
 from kvpool_pagestore.engine_locations import Announcer, NodeTruth
-from kvpool_pagestore.engine_writeback import WriteBack
 
 _PAGES_A_TURN = 512  # dropped between two turns of the event loop: each takes some 10 us
 
@@ -17,17 +15,10 @@ _PAGES_A_TURN = 512  # dropped between two turns of the event loop: each takes s
 class Clearing:
     """One clear at a time. one_at_a_time: held by whoever holds back the writes of a keyspace."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        disk: DiskTier | None,
-        write_back: WriteBack | None,
-        announcer: Announcer,
-        truth: NodeTruth,
-    ) -> None:
-        self._ledger = ledger
-        self._disk = disk
-        self._write_back = write_back
+    def __init__(self, tiers: Tiers, announcer: Announcer, truth: NodeTruth) -> None:
+        self._table = tiers.staging.table
+        self._disk = tiers.disk
+        self._write_back = tiers.write_back
         self._announcer = announcer
         self._truth = truth
         self.one_at_a_time = asyncio.Lock()  # the end of one would let writes start beneath another
@@ -39,19 +30,19 @@ class Clearing:
 
     async def _clear_one(self, keyspace: bytes) -> int:
         disk, write_back = self._disk, self._write_back
-        staged = self._ledger.keys_of(keyspace)
+        staged = self._table.keys_of(keyspace)
         for start in range(0, len(staged), _PAGES_A_TURN):
             if start:
                 await asyncio.sleep(0)
             for key in staged[start : start + _PAGES_A_TURN]:
-                self._ledger.drop(key)
+                self._table.drop(key)
         keys = set(staged)
         count = len(keys)
 
         def gone(key: PageKey) -> None:  # from disk; what was read from there meanwhile goes too
             nonlocal count
             count += key not in keys
-            self._ledger.drop(key)
+            self._table.drop(key)
 
         if disk is not None and write_back is not None:
             # What is being written must be on disk before it is deleted there.

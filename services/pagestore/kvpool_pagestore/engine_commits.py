@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, PageCorrupt, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageFaultKind, verify
+from kvpool_pagestore.core.events import PagesArrived
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.retention import extended
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.core.writeback import DirtyPage
-from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_retention import Retained
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_writeback import WriteBack
-from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.ports import Workers
 
 _log = logging.getLogger(__name__)
@@ -39,25 +35,21 @@ class Commits:
 
     def __init__(
         self,
-        ledger: Ledger,
-        space: ArenaSpace,
-        disk: DiskTier | None,
-        write_back: WriteBack | None,
+        tiers: Tiers,
         policies: PolicyBook,
-        retained: Retained,
         keyspaces: KeyspaceBook,
         verifiers: Workers,
-        metrics: PageStoreMetrics,
+        context: EngineContext,
     ) -> None:
-        self._ledger = ledger
-        self._space = space
-        self._disk = disk
-        self._write_back = write_back
+        self._table = tiers.staging.table
+        self._space = tiers.staging.space
+        self._disk = tiers.disk
+        self._write_back = tiers.write_back
         self._policies = policies
-        self._retained = retained
+        self._events = context.events
         self._keyspaces = keyspaces
         self._verifiers = verifiers
-        self._metrics = metrics
+        self._metrics = context.metrics
 
     async def finish(self, slots: Sequence[Slot], durable: bool) -> list[Committed]:
         """Per COMMITTING slot. durable: as if all of its keyspaces were under write-through."""
@@ -87,6 +79,8 @@ class Commits:
         answers = [
             self._finish_one(slot, error, durable, sealed, visible) for slot, error in zip(slots, errors, strict=True)
         ]
+        if visible:
+            self._events.publish(PagesArrived(visible))
         if self._write_back is not None:
             self._write_back.start_due()
         self._metrics.committed_pages.inc(len(visible))
@@ -104,10 +98,9 @@ class Commits:
         plan = self._policies.plan(record.key.keyspace)
         waits = durable or plan.commit_waits
         dirty = self._write_back is not None and (durable or plan.goes_to_disk(0, record.metadata.prompt_tokens))
-        if not self._ledger.finish_commit(slot, verified=error is None, dirty=dirty, sealed=sealed):
+        if not self._table.finish_commit(slot, verified=error is None, dirty=dirty, sealed=sealed):
             return error if error is not None else self._other_copy(record, dirty, waits)
         visible.append(record)
-        self._retained.visible(record)
         if dirty and self._write_back is not None:
             page = self._write_back.enqueue(slot, urgent=waits)
             return page if waits else None
@@ -115,12 +108,12 @@ class Commits:
 
     def _other_copy(self, record: PageRecord, dirty: bool, waits: bool) -> Committed:
         """The same page came from a peer while it was written: that copy stays, and takes the place of this one."""
-        slot = self._ledger.find(record.key)
+        slot = self._table.find(record.key)
         assert slot is not None  # it is what stood in the way
         metadata = extended(slot.page.metadata, record.metadata)
         if metadata != slot.page.metadata:
-            self._ledger.set_metadata(slot, metadata)
-            self._retained.visible(slot.page)
+            self._table.set_metadata(slot, metadata)
+            self._events.publish(PagesArrived((slot.page,)))
         if not dirty or self._write_back is None:
             return _no_disk(record) if waits else None
         if self._disk is not None and record.key in self._disk:

@@ -10,17 +10,18 @@ from typing import Any
 
 from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing, QuotaExceeded, StoreFault
 from kvpool.core.fault_points import reach
+from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.events import DiskChanged, DiskHealthChanged, PagesArrived, PagesEvicted
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
+from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine_context import EngineContext
 from kvpool_pagestore.engine_disk_deletions import Deletions
 from kvpool_pagestore.engine_disk_health import DiskHealth, DiskState
 from kvpool_pagestore.engine_disk_metadata import MetadataWrites
 from kvpool_pagestore.engine_disk_reads import read_verified
 from kvpool_pagestore.engine_disk_start import FoundPages
-from kvpool_pagestore.engine_locations import Announcer
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite, Workers
 
 _log = logging.getLogger(__name__)
@@ -38,35 +39,30 @@ class DiskTier:
         self,
         store: PageStore,
         live_limit_bytes: int,
+        disk_map: DiskMap,
         keyspaces: KeyspaceBook,
-        announcer: Announcer,
         readers: Workers,
         writers: Workers,
-        tasks: EngineTasks,
-        metrics: PageStoreMetrics,
+        context: EngineContext,
     ) -> None:
         self._store = store
         self._live_limit_bytes = live_limit_bytes
         self._keyspaces = keyspaces
-        self._announcer = announcer
+        self._events = events = context.events
         self._readers = readers
         self._writers = writers
-        self._tasks = tasks
-        self._metrics = metrics
+        self._tasks = context.tasks
+        self._metrics = context.metrics
         self._remembered: set[bytes] = set()
-        self._charged_bytes: dict[tuple[bytes, int], int] = {}  # by keyspace and shard
         self._promised_bytes = 0  # of batches that are being written
         self._reading: Counter[PageKey] = Counter()
         self._deletions = Deletions(store, writers, self.discard)
-        self._metadata = MetadataWrites(store, writers, tasks)
+        self._metadata = MetadataWrites(store, writers, context.tasks)
         self._unreadable: set[PageKey] = set()  # the disk failed at them once
-        self.map = DiskMap(self.charged_bytes)
+        self.map = disk_map
         self._found = FoundPages(store, self.map, keyspaces, readers)
-        self.health = DiskHealth(self._probe)
+        self.health = DiskHealth(self._probe, events)
         self.used_bytes = 0  # as the file system counted them last
-        self.on_change: Callable[[], None] = lambda: None  # the fault came or went
-        self.on_stored: Callable[[PageKey, PageMetadata], None] = lambda key, metadata: None  # see FoundPages.take
-        self.health.on_change = self._health_changed
 
     def __contains__(self, key: PageKey) -> bool:
         return self.is_readable and key in self.map
@@ -85,7 +81,7 @@ class DiskTier:
         """Build the map from what an earlier process left. Raises StoreFault."""
         for encoding in await self._readers.run(self._store.keyspaces):
             self._remembered.add(self._keyspaces.remember(encoding).keyspace)
-        if useless := await self._found.take(self.on_stored):
+        if useless := await self._found.take(self._found_with_an_end):
             await self._writers.run(self._store.delete_batch, useless)
         await self._shrink()
         await self._measure()
@@ -131,8 +127,7 @@ class DiskTier:
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget pages at once; the disk follows in the background."""
-        for key in keys:
-            self.forget(key)
+        self.forget(keys)
         self._tasks.start(self._delete(list(keys), self._deletions.begin()), "delete-pages")
 
     async def deleted(self) -> None:
@@ -141,8 +136,7 @@ class DiskTier:
 
     async def delete(self, keys: Sequence[PageKey]) -> None:
         """Forget pages at once; they are gone from the disk when this returns. Raises StoreFault: they go later."""
-        for key in keys:
-            self.forget(key)
+        self.forget(keys)
         await self._deletions.run(keys, self._deletions.begin())
         await self._measure()
 
@@ -184,9 +178,13 @@ class DiskTier:
                 results |= await self.write([page])
             return results
         self._judge(results)
-        for page in pages:
-            if results[page.key] is None and self.map.add(page.key, page.metadata):
-                self._announcer.disk(page.key, page.metadata.group_head_hash, True)
+        stored = [
+            (page.key, page.metadata.group_head_hash)
+            for page in pages
+            if results[page.key] is None and self.map.add(page.key, page.metadata)
+        ]
+        if stored:
+            self._events.publish(DiskChanged(stored, True))
         return results
 
     def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> Coroutine[Any, Any, None]:
@@ -198,6 +196,11 @@ class DiskTier:
         for key, metadata in here:
             self.map.set_metadata(key.keyspace, key.chunk_hash, metadata)
         return self._metadata.write(here)
+
+    def retry_deletions(self, changed: DiskHealthChanged) -> None:
+        """Delete what could not be deleted while the tier failed, once it works again."""
+        if not changed.fault and (left := self._deletions.take_failed()):
+            self.discard(left)
 
     async def close(self) -> None:
         """Stop probing and close the store. Call when nothing reads or writes any more."""
@@ -212,16 +215,6 @@ class DiskTier:
         await self._writers.run(self._store.save_value, name, value)
 
     # Inside
-
-    def charged_bytes(self, key: PageKey) -> int:
-        """What a page counts towards the tier's budget, and towards quotas."""
-        charged = self._charged_bytes.get((key.keyspace, key.shard))
-        if charged is None:
-            keyspace = self._keyspaces.find(key.keyspace)
-            assert keyspace is not None  # remembered before the first page of it was written
-            charged = self._store.charged_bytes(keyspace.page_bytes(key.shard))
-            self._charged_bytes[key.keyspace, key.shard] = charged
-        return charged
 
     async def _measure(self) -> None:
         try:
@@ -245,14 +238,13 @@ class DiskTier:
         if excess_bytes <= 0:
             return
         keys = [key for chunk in self.map.oldest(excess_bytes, self._reading.__contains__) for key in chunk.keys]
-        if sum(map(self.charged_bytes, keys)) < excess_bytes:
+        if sum(map(self.map.page_bytes, keys)) < excess_bytes:
             raise QuotaExceeded("the disk tier is full of pages that are pinned or being read; enlarge --disk-bytes")
         await self._evict(keys)
 
     async def _evict(self, keys: Sequence[PageKey]) -> None:
-        for key in keys:
-            self.forget(key)
-        self._metrics.evicted_pages.labels("disk").inc(len(keys))
+        self.forget(keys)
+        self._events.publish(PagesEvicted(Tier.DISK, len(keys)))
         reach("pagestore.evict.delete")
         await self._deletions.run(keys, self._deletions.begin())
 
@@ -272,11 +264,10 @@ class DiskTier:
         else:
             self._unreadable.add(key)
 
-    def forget(self, key: PageKey) -> None:
-        """It is not here any more. Who calls this from outside holds writes back and calls `delete` before long."""
-        metadata = self.map.metadata(key)
-        if metadata is not None and self.map.remove(key):
-            self._announcer.disk(key, metadata.group_head_hash, False)
+    def forget(self, keys: Sequence[PageKey]) -> None:
+        """They are not here any more. Who calls this from outside holds writes back and calls `delete` before long."""
+        if removed := self.map.remove(keys):
+            self._events.publish(DiskChanged(removed, False))
 
     def _judge(self, results: dict[PageKey, KvPoolError | None]) -> None:
         fault = next((error for error in results.values() if isinstance(error, StoreFault)), None)
@@ -295,7 +286,7 @@ class DiskTier:
     async def _probe(self) -> None:
         await self._writers.run(self._store.probe)
 
-    def _health_changed(self) -> None:
-        if not self.fault and (left := self._deletions.take_failed()):
-            self.discard(left)
-        self.on_change()
+    def _found_with_an_end(self, key: PageKey, metadata: PageMetadata) -> None:
+        keyspace = self._keyspaces.find(key.keyspace)
+        assert keyspace is not None  # else its size could not have been right
+        self._events.publish(PagesArrived((PageRecord(key, keyspace.page_bytes(key.shard), metadata),)))

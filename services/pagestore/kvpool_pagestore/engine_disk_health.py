@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from enum import IntEnum
 
 from kvpool.core.errors import KvPoolError
+from kvpool_pagestore.core.events import DiskHealthChanged, PageEvents
 from kvpool_pagestore.engine_tasks import background, cancelled
 
 _log = logging.getLogger(__name__)
@@ -31,13 +32,13 @@ class DiskHealth:
     probe: reads and writes a little as the tier does; raises what it fails with.
     """
 
-    def __init__(self, probe: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, probe: Callable[[], Awaitable[None]], events: PageEvents) -> None:
         self._probe = probe
+        self._events = events
         self._probing: asyncio.Task[None] | None = None
         self._read_faults = 0  # since the last read that went well
         self.state = DiskState.READ_WRITE
         self.fault = ""  # why it is not READ_WRITE
-        self.on_change: Callable[[], None] = lambda: None
 
     def write_failed(self, error: KvPoolError) -> None:
         """Writes fail, for want of room or otherwise."""
@@ -62,7 +63,7 @@ class DiskHealth:
         if state > self.state:
             _log.error("the disk tier is %s: %s", state.name, error)
             self.state, self.fault = state, str(error)
-            self.on_change()
+            self._events.publish(DiskHealthChanged(self.fault))
         if self._probing is None:
             self._probing = background(self._probe_until_well(), "probe-disk")
 
@@ -80,4 +81,4 @@ class DiskHealth:
         _log.warning("the disk tier is READ_WRITE again")
         self._probing, self._read_faults = None, 0
         self.state, self.fault = DiskState.READ_WRITE, ""
-        self.on_change()
+        self._events.publish(DiskHealthChanged(self.fault))

@@ -9,15 +9,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
 
-from kvpool.core.clock import Clock
 from kvpool.core.errors import InvalidRequest, StoreFault, StoreUnavailable
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
-from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_locations import Announcer
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.engine_writeback import WriteBack
 
 _log = logging.getLogger(__name__)
 
@@ -79,22 +75,19 @@ class Evicting:
     def __init__(
         self,
         keyspaces: KeyspaceBook,
-        ledger: Ledger,
-        disk: DiskTier | None,
-        write_back: WriteBack | None,
+        tiers: Tiers,
         announcer: Announcer,
         one_at_a_time: asyncio.Lock,
-        tasks: EngineTasks,
-        clock: Clock,
+        context: EngineContext,
     ) -> None:
         self._keyspaces = keyspaces
         self._announcer = announcer
-        self._tasks = tasks
-        self._ledger = ledger
-        self._disk = disk
-        self._write_back = write_back
+        self._tasks = context.tasks
+        self._table = tiers.staging.table
+        self._disk = tiers.disk
+        self._write_back = tiers.write_back
         self._one_at_a_time = one_at_a_time
-        self._clock = clock
+        self._clock = context.clock
 
     async def evict(self, tenant: str, wanted: WantedGone) -> Evicted:
         """What became of it; the index knows, if it can be reached. It goes on when the caller leaves.
@@ -122,10 +115,10 @@ class Evicting:
             await asyncio.sleep(0)
             for chunk_hash in part:
                 page_count = preview.evicted.page_count
-                for key in self._pages(known, chunk_hash):
+                for key in self._table.keys(known.keyspace, chunk_hash):
                     if self._judge(key, wanted, now_us, preview.evicted):
                         size_bytes = known.page_bytes(key.shard)
-                        preview.staging_bytes += size_bytes * (self._ledger.find(key) is not None)
+                        preview.staging_bytes += size_bytes * (self._table.find(key) is not None)
                         preview.disk_bytes += size_bytes * (not wanted.staging_only and self._is_on_disk(key))
                 preview.chunk_count += preview.evicted.page_count > page_count
         return preview
@@ -147,13 +140,13 @@ class Evicting:
         now_us = self._clock.wall_us()
         for part in self._parts(keyspace, wanted):
             await asyncio.sleep(0)
-            for key in chain.from_iterable(self._pages(keyspace, chunk_hash) for chunk_hash in part):
+            for key in chain.from_iterable(self._table.keys(keyspace.keyspace, chunk_hash) for chunk_hash in part):
                 if not self._judge(key, wanted, now_us, evicted):
                     continue
-                self._ledger.drop(key)
+                self._table.drop(key)
                 # In the same turn, or a reader would bring the page back from the disk before it is deleted there.
                 if not wanted.staging_only and self._disk is not None and key in self._disk.map:
-                    self._disk.forget(key)
+                    self._disk.forget((key,))
                     on_disk.append(key)
         if on_disk:
             await self._delete(on_disk)
@@ -174,7 +167,7 @@ class Evicting:
         chunks_a_turn = max(1, _PAGES_A_TURN // keyspace.grid.shard_count)
         named = dict.fromkeys(wanted.chunk_hashes)
         if wanted.whole_keyspace:
-            named = dict.fromkeys(key.chunk_hash for key in self._ledger.keys_of(wanted.keyspace))
+            named = dict.fromkeys(key.chunk_hash for key in self._table.keys_of(wanted.keyspace))
         chosen = list(named)
         for start in range(0, len(chosen), chunks_a_turn):
             yield chosen[start : start + chunks_a_turn]
@@ -182,19 +175,11 @@ class Evicting:
         for names in on_disk:
             yield [name[16:] for name in names if name.startswith(wanted.keyspace) and name[16:] not in named]
 
-    def _pages(self, keyspace: Keyspace, chunk_hash: bytes) -> Iterator[PageKey]:
-        """Pages of a chunk that are here, in staging or on disk."""
-        for shard in range(keyspace.grid.shard_count):
-            key = PageKey(keyspace.keyspace, chunk_hash, shard)
-            if self._ledger.find(key) is not None or self._is_on_disk(key):
-                yield key
-
     def _is_on_disk(self, key: PageKey) -> bool:
         return self._disk is not None and key in self._disk.map
 
     def _pinned_until_us(self, key: PageKey) -> int:
-        slot = self._ledger.find(key)
-        kept = slot.page.metadata if slot is not None else self._disk.map.metadata(key) if self._disk else None
+        kept = self._table.metadata(key)
         return kept.pinned_until_us if kept is not None else 0
 
     def _judge(self, key: PageKey, wanted: WantedGone, now_us: int, counted: Evicted) -> bool:
@@ -210,7 +195,7 @@ class Evicting:
             return _Verdict.PINNED
         if not wanted.staging_only:
             return _Verdict.GOES
-        slot = self._ledger.find(key)
+        slot = self._table.find(key)
         if slot is None:
             return _Verdict.NOT_MEANT
         is_durable = not slot.dirty and self._disk is not None and key in self._disk

@@ -12,17 +12,15 @@ from enum import Enum
 from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
-from kvpool.core.tracing import BYTES, NO_TRACER, TIER, Tracer
+from kvpool.core.tracing import BYTES, TIER
+from kvpool_pagestore.core.events import PagesArrived
 from kvpool_pagestore.core.keyspaces import Keyspace
-from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.engine_context import EngineContext, Staging
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_pull_values import Pulled
 from kvpool_pagestore.engine_pulls import Pulls
-from kvpool_pagestore.engine_sealing import Sealing
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.ports import PageMetadata, RemoteSource
 
 
@@ -52,25 +50,22 @@ class Flights:
 
     def __init__(
         self,
-        ledger: Ledger,
-        space: ArenaSpace,
-        sealing: Sealing,
+        staging: Staging,
         disk: DiskTier | None,
         pulls: Pulls,
         policies: PolicyBook,
-        tasks: EngineTasks,
-        tracer: Tracer = NO_TRACER,
+        context: EngineContext,
     ) -> None:
-        self._tracer = tracer
+        self._tracer = context.tracer
         self._policies = policies
-        self._ledger = ledger
-        self._space = space
-        self._sealing = sealing
+        self._table = staging.table
+        self._space = staging.space
+        self._sealing = staging.sealing
         self._disk = disk
         self._pulls = pulls
-        self._tasks = tasks
+        self._events = context.events
+        self._tasks = context.tasks
         self._by_key: dict[PageKey, Flight] = {}
-        self.on_visible: Callable[[PageRecord], None] = lambda record: None  # a page came to staging
 
     def find(self, key: PageKey) -> Flight | None:
         """The page's flight that is under way."""
@@ -89,7 +84,7 @@ class Flights:
     def seal(self, slot: Slot, keyspace: Keyspace) -> Flight:
         """Begin to seal a page that is in staging."""
         flight = self._add(slot.page, keyspace, Source.STAGING)
-        self._ledger.pin(slot)
+        self._table.pin(slot)
         self._tasks.start(self._seal(flight, slot), "seal")
         return flight
 
@@ -127,7 +122,7 @@ class Flights:
         flight.landed = flight.error is None
         for on_landed in flight.on_landed:
             on_landed(flight)
-        self._ledger.unpin(slot)
+        self._table.unpin(slot)
 
     async def _promote(self, flight: Flight, cause: object | None) -> None:
         with self._tracer.part_of([cause], "pagestore.promote") as span:
@@ -158,7 +153,7 @@ class Flights:
         return await self._space.find(
             flight.keyspace.tenant,
             flight.record.page_bytes,
-            lambda: self._ledger.begin_fill(flight.keyspace.tenant, flight.record),
+            lambda: self._table.begin_fill(flight.keyspace.tenant, flight.record),
         )
 
     def _land(self, flight: Flight, slot: Slot | None, error: KvPoolError | None, hit: bool = True) -> None:
@@ -167,13 +162,13 @@ class Flights:
         flight.error = error
         ready: Slot | None = None
         if slot is not None:
-            ready = self._ledger.finish_fill(slot, verified=hit and error is None)
+            ready = self._table.finish_fill(slot, verified=hit and error is None)
         if ready is not None and ready is slot:
-            self.on_visible(ready.page)
+            self._events.publish(PagesArrived((ready.page,)))
         if ready is not None and ready is slot and not self._policies.plan(flight.record.key.keyspace).stays_in_staging:
-            self._ledger.make_fleeting(ready)
+            self._table.free_on_release(ready)
         flight.landed = ready is not None
         for on_landed in flight.on_landed:
             on_landed(flight)
         if ready is not None:
-            self._ledger.unpin(ready)
+            self._table.unpin(ready)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator
 
-from kvpool.core.page import PageKey
 from kvpool_pagestore.core.copies import HeldChunk
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.engine_disk import DiskTier
 
 _NAME_BYTES = 32  # keyspace id and chunk hash
@@ -40,8 +39,8 @@ class ChunkNames:
 class HeldPages:
     """Staging and disk looked at together."""
 
-    def __init__(self, ledger: Ledger, disk: DiskTier | None, keyspaces: KeyspaceBook) -> None:
-        self._ledger = ledger
+    def __init__(self, table: PageTable, disk: DiskTier | None, keyspaces: KeyspaceBook) -> None:
+        self._table = table
         self._disk = disk
         self._keyspaces = keyspaces
 
@@ -53,7 +52,7 @@ class HeldPages:
         """
         disk = self._disk if self._disk is not None and self._disk.is_readable else None
         stored_count = disk.map.row_count if disk is not None else 0
-        count = 1 + (stored_count + self._ledger.ready_count) // _BUCKET_CHUNKS
+        count = 1 + (stored_count + self._table.ready_count) // _BUCKET_CHUNKS
         buckets = [ChunkNames() for _ in range(count)]
         for names in disk.map.name_parts(_CHUNKS_A_TURN) if disk is not None else ():
             for name in names:
@@ -62,7 +61,7 @@ class HeldPages:
                     if location is not None:
                         buckets[_bucket(location[1], count)].append(name)
             await asyncio.sleep(0)
-        for keyspace in self._ledger.ready_keyspaces():
+        for keyspace in self._table.ready_keyspaces():
             if keyspaces is None or keyspace in keyspaces:
                 await self._add_staged(keyspace, buckets)
         return buckets
@@ -70,10 +69,10 @@ class HeldPages:
     async def _add_staged(self, keyspace: bytes, buckets: list[ChunkNames]) -> None:
         """Add chunks of which nothing is on disk."""
         disk = self._disk if self._disk is not None and self._disk.is_readable else None
-        keys, seen = self._ledger.keys_of(keyspace), set[bytes]()
+        keys, seen = self._table.keys_of(keyspace), set[bytes]()
         for start in range(0, len(keys), _CHUNKS_A_TURN):
             for key in keys[start : start + _CHUNKS_A_TURN]:
-                slot = self._ledger.find(key)
+                slot = self._table.find(key)
                 if slot is None or key.chunk_hash in seen:
                     continue
                 seen.add(key.chunk_hash)
@@ -105,13 +104,9 @@ class HeldPages:
                     grid=keyspace.grid,
                 )
             )
-        staged, metadata = 0, None
-        for shard in range(keyspace.grid.shard_count):
-            slot = None if durable >> shard & 1 else self._ledger.find(PageKey(keyspace_id, chunk_hash, shard))
-            if slot is not None:
-                staged |= 1 << shard
-                metadata = slot.page.metadata
-        if metadata is not None:
+        staged = self._table.staged_shards(keyspace_id, chunk_hash) & ~durable
+        if staged:
+            metadata = self._table.chunk_slots(keyspace_id, chunk_hash)[-1].page.metadata
             held.append(
                 HeldChunk(
                     keyspace=keyspace_id,

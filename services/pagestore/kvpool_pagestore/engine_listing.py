@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.engine_disk import DiskTier
 
 MAX_MOST_READ = 1024
@@ -35,13 +34,13 @@ class Listing:
 
     def __init__(
         self,
-        ledger: Ledger,
+        table: PageTable,
         disk: DiskTier | None,
         keyspaces: KeyspaceBook,
         most_read: Callable[[int], Sequence[tuple[bytes, float]]],
         clock: Clock,
     ) -> None:
-        self._ledger = ledger
+        self._table = table
         self._disk = disk
         self._keyspaces = keyspaces
         self._most_read = most_read
@@ -77,7 +76,7 @@ class Listing:
         disk_map = self._disk.map if self._disk is not None and self._disk.is_readable else None
         listed = set[bytes]()
         for keyspace in chosen:
-            keys, seen = self._ledger.keys_of(keyspace), set[bytes]()
+            keys, seen = self._table.keys_of(keyspace), set[bytes]()
             for start in range(0, len(keys), _CHUNKS_A_PART):
                 hashes = dict.fromkeys(key.chunk_hash for key in keys[start : start + _CHUNKS_A_PART])
                 new = [one for one in hashes if one not in seen]
@@ -92,25 +91,20 @@ class Listing:
 
     def _chunk(self, name: bytes, page_reads_per_minute: float) -> ListedChunk | None:
         keyspace_id, chunk_hash = name[:16], name[16:_NAME_BYTES]
-        keyspace = self._keyspaces.find(keyspace_id)
-        if keyspace is None:
+        if self._keyspaces.find(keyspace_id) is None:
             return None
         stored = None
         if self._disk is not None and self._disk.is_readable:
             stored = self._disk.map.chunk(keyspace_id, chunk_hash)
-        staged, metadata = 0, stored.metadata if stored is not None else None
-        for shard in range(keyspace.grid.shard_count):
-            slot = self._ledger.find(PageKey(keyspace_id, chunk_hash, shard))
-            if slot is not None:
-                staged |= 1 << shard
-                metadata = slot.page.metadata  # staging knows the latest
+        slots = self._table.chunk_slots(keyspace_id, chunk_hash)
+        metadata = slots[-1].page.metadata if slots else stored.metadata if stored is not None else None
         if metadata is None:
             return None
         return ListedChunk(
             keyspace=keyspace_id,
             chunk_hash=chunk_hash,
             metadata=metadata,
-            staging_shards=staged,
+            staging_shards=self._table.staged_shards(keyspace_id, chunk_hash),
             disk_shards=stored.shards if stored is not None else 0,
             page_reads_per_minute=page_reads_per_minute,
         )

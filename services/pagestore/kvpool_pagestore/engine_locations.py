@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from kvpool.core.cluster import LocationChange
 from kvpool.core.location_digest import ChunkPlaces, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.events import DiskChanged, StagingChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.locations import LocationBuffer
-from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.ports import IndexLink
 
 _NAMES_A_PART = 1024  # looked at in one turn of the event loop
-
-
-@dataclass(slots=True)
-class StagedChunk:
-    """Shards of one chunk that are in staging."""
-
-    group_head_hash: bytes
-    shards: int = 0
 
 
 class Announcer:
@@ -35,22 +26,16 @@ class Announcer:
         self._index = index
         self._buffer = LocationBuffer()
         self._scheduled = False
-        self.on_staged: Callable[[PageKey, bytes], None] = lambda key, group_head_hash: None  # it is in staging
-        self.on_stored: Callable[[PageKey, bytes], None] = lambda key, group_head_hash: None  # it became durable
-        self.staged: dict[bytes, StagedChunk] = {}  # by keyspace id + chunk hash: what others may know is in staging
 
-    def staging(self, record: PageRecord, present: bool) -> None:
+    def staging(self, changed: StagingChanged) -> None:
         """A page became visible in staging or left it."""
-        if present:
-            self.on_staged(record.key, record.metadata.group_head_hash)
-        self._note_staged(record, present)
-        self._note(record.key, record.metadata.group_head_hash, Tier.STAGING, present)
+        record = changed.record
+        self._note(record.key, record.metadata.group_head_hash, Tier.STAGING, changed.present)
 
-    def disk(self, key: PageKey, group_head_hash: bytes, present: bool) -> None:
-        """A page became durable, or is on disk no more."""
-        if present:
-            self.on_stored(key, group_head_hash)
-        self._note(key, group_head_hash, Tier.DISK, present)
+    def disk(self, changed: DiskChanged) -> None:
+        """Pages became durable, or are on disk no more."""
+        for key, group_head_hash in changed.pages:
+            self._note(key, group_head_hash, Tier.DISK, changed.present)
 
     def flush(self) -> None:
         """Hand over what was gathered."""
@@ -77,18 +62,6 @@ class Announcer:
                 self._index.announce(part)
             await asyncio.sleep(0)
 
-    def _note_staged(self, record: PageRecord, present: bool) -> None:
-        at = record.key.keyspace + record.key.chunk_hash
-        chunk = self.staged.get(at)
-        if chunk is None:
-            chunk = self.staged[at] = StagedChunk(record.metadata.group_head_hash)
-        if present:
-            chunk.shards |= 1 << record.key.shard
-            return
-        chunk.shards &= ~(1 << record.key.shard)
-        if not chunk.shards:
-            del self.staged[at]
-
     def _note(self, key: PageKey, group_head_hash: bytes, tier: Tier, present: bool) -> None:
         self._buffer.note(key, group_head_hash, tier, present)
         if not self._scheduled:
@@ -99,14 +72,17 @@ class Announcer:
 class NodeTruth:
     """What this node holds, as the index is to know it: kvpool.client.chunk_directory.LocationTruth."""
 
-    def __init__(self, announcer: Announcer, disk_map: DiskMap | None, keyspaces: KeyspaceBook) -> None:
+    def __init__(self, announcer: Announcer, table: PageTable, keyspaces: KeyspaceBook) -> None:
         self._announcer = announcer
-        self._disk_map = disk_map
+        self._table = table
+        self._disk_map = table.disk_map
         self._keyspaces = keyspaces
 
     def chunks(self) -> Iterator[ChunkPlaces]:
         """Every chunk that is held all the time while this is iterated; some come twice."""
-        yield from ChunkPlaces.of((at[:16], at[16:], one.group_head_hash) for at, one in self._announcer.staged.items())
+        for keyspace in self._table.ready_keyspaces():
+            announced = ((one, self._table.announced(keyspace, one)) for one in self._table.ready_chunks(keyspace))
+            yield from ChunkPlaces.of((keyspace, one, staged[1]) for one, staged in announced if staged is not None)
         if self._disk_map is not None:
             yield from self._disk_map.places()
 
@@ -118,16 +94,16 @@ class NodeTruth:
         if known is None:
             return []
         all_shards = known.all_shards
-        staged = self._announcer.staged.get(keyspace + chunk_hash)
+        staged = self._table.announced(keyspace, chunk_hash)
         stored = self._disk_map.location(keyspace, chunk_hash) if self._disk_map is not None else None
         if staged is None:
             return [] if stored is None else [HeldChunk(stored[1], (0, 0, stored[0]), all_shards)]
         if stored is None:
-            return [HeldChunk(staged.group_head_hash, (0, staged.shards, 0), all_shards)]
-        if stored[1] == staged.group_head_hash:
-            return [HeldChunk(stored[1], (0, staged.shards, stored[0]), all_shards)]
+            return [HeldChunk(staged[1], (0, staged[0], 0), all_shards)]
+        if stored[1] == staged[1]:
+            return [HeldChunk(stored[1], (0, staged[0], stored[0]), all_shards)]
         return [
-            HeldChunk(staged.group_head_hash, (0, staged.shards, 0), all_shards),
+            HeldChunk(staged[1], (0, staged[0], 0), all_shards),
             HeldChunk(stored[1], (0, 0, stored[0]), all_shards),
         ]
 
@@ -141,7 +117,7 @@ class NodeTruth:
         """
         known = self._keyspaces.find(keyspace)
         valid_shards = known.grid.valid_shards if known is not None else 0
-        staged = list(self._announcer.staged)
+        staged = [keyspace + chunk_hash for chunk_hash in self._table.ready_chunks(keyspace)]
         staged_parts = (staged[start : start + _NAMES_A_PART] for start in range(0, len(staged), _NAMES_A_PART))
         stored_parts = self._disk_map.name_parts(_NAMES_A_PART) if self._disk_map is not None else ()
         for part in chain(staged_parts, stored_parts):

@@ -7,18 +7,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from kvpool.core.errors import Draining, KvPoolError
 from kvpool.core.page import PageKey
 from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest
+from kvpool_pagestore.core.events import DiskChanged, PagesRead, StagingChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
-from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine_copying import Copying
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_drain import Drain
 from kvpool_pagestore.engine_held import HeldPages
 from kvpool_pagestore.engine_kept import KeptValue
-from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_moving import PageMover
-from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_parts import EngineParts
 from kvpool_pagestore.engine_replication import Replication, ReplicationLimits
 from kvpool_pagestore.engine_sealing import Sealing
@@ -40,7 +39,7 @@ class Movement:
         config: PageStoreConfig,
         parts: EngineParts,
         policies: PolicyBook,
-        ledger: Ledger,
+        ledger: PageTable,
         space: ArenaSpace,
         sealing: Sealing,
         disk: DiskTier | None,
@@ -77,14 +76,29 @@ class Movement:
         drain_kept = KeptValue(disk, "draining", tasks)
         self.drain = Drain(copying, flush, lambda: ledger.writer_bytes > ledger.dirty_bytes, drain_kept)
 
-    def attach(self, announcer: Announcer, pages: PageCalls) -> None:
-        """Hear of what is stored and read, and have pages refused while the node is drained."""
-        pages.refuses = self._refusal
-        if self._alone:
-            return
-        announcer.on_stored = self.replication.stored
-        announcer.on_staged = self._staged
-        pages.on_read = self._read
+    def disk_changed(self, changed: DiskChanged) -> None:
+        """Replicate what became durable."""
+        if changed.present and not self._alone:
+            for key, group_head_hash in changed.pages:
+                self.replication.stored(key, group_head_hash)
+
+    def staging_changed(self, changed: StagingChanged) -> None:
+        """Replicate what came to staging and never goes to disk."""
+        key, metadata = changed.record.key, changed.record.metadata
+        if changed.present and not self._alone and self._policies.plan(key.keyspace).write_at_uses is None:
+            self.replication.stored(key, metadata.group_head_hash)
+
+    def pages_read(self, read: PagesRead) -> None:
+        """Count what makes a chunk hot."""
+        if not self._alone:
+            for record in read.records:
+                self.replication.used(record.key, record.metadata.group_head_hash)
+
+    def refusal(self, request: AdmissionRequest) -> KvPoolError | None:
+        """An AdmissionRule: nothing new is stored while the node is drained."""
+        if request.purpose is AdmissionPurpose.STORE and self.drain.refuses_pages:
+            return Draining("this pagestore is being drained")
+        return None
 
     def factor(self, keyspace: bytes) -> int:
         """Nodes that should hold each page of a keyspace."""
@@ -107,16 +121,6 @@ class Movement:
         self.replication.stop()
         await self.sweep.stop()
         await self.drain.stop()
-
-    def _read(self, record: PageRecord) -> None:
-        self.replication.used(record.key, record.metadata.group_head_hash)
-
-    def _staged(self, key: PageKey, group_head_hash: bytes) -> None:
-        if self._policies.plan(key.keyspace).write_at_uses is None:  # it never goes to disk
-            self.replication.stored(key, group_head_hash)
-
-    def _refusal(self) -> KvPoolError | None:
-        return Draining("this pagestore is being drained") if self.drain.refuses_pages else None
 
     def _replicated(self) -> set[bytes]:
         """Keyspaces that want more copies than one."""

@@ -13,7 +13,7 @@ from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, ServiceU
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_sealing import Sealing
@@ -69,7 +69,7 @@ class PageMover:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: PageTable,
         space: ArenaSpace,
         sealing: Sealing,
         disk: DiskTier | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
@@ -13,21 +13,17 @@ from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, Pag
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
-from kvpool.core.tracing import NO_TRACER, Tracer
+from kvpool_pagestore.core.events import PagesRead
 from kvpool_pagestore.core.keyspaces import KeyspaceBook, check_page
-from kvpool_pagestore.core.ledger import Grant, Ledger
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
 from kvpool_pagestore.engine_acquire import Acquired, AcquireItem, Acquisition, OnAcquired
 from kvpool_pagestore.engine_commits import Commits
-from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_retention import Retained
 from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.engine_writeback import WriteBack
-from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import RemoteSource, Workers
 
 _log = logging.getLogger(__name__)
@@ -62,46 +58,39 @@ ReserveAnswer = Grant | Admission | KvPoolError
 
 
 class PageCalls:
-    """Calls of sessions on pages. Each ledger change is one step on the loop; bytes are touched on threads."""
+    """Calls of sessions on pages. Each change of the page table is one step on the loop; threads touch the bytes."""
 
     def __init__(
         self,
-        ledger: Ledger,
-        space: ArenaSpace,
-        disk: DiskTier | None,
-        write_back: WriteBack | None,
+        tiers: Tiers,
         flights: Flights,
         policies: PolicyBook,
         retained: Retained,
         keyspaces: KeyspaceBook,
         verifiers: Workers,
-        tasks: EngineTasks,
-        metrics: PageStoreMetrics,
-        tracer: Tracer = NO_TRACER,
+        context: EngineContext,
     ) -> None:
-        self._tracer = tracer
-        self._ledger = ledger
-        self._space = space
-        self._disk = disk
-        self._write_back = write_back
+        self._tracer = context.tracer
+        self._table = tiers.staging.table
+        self._space = tiers.staging.space
+        self._disk = tiers.disk
+        self._write_back = tiers.write_back
         self._flights = flights
         self._retained = retained
         self._keyspaces = keyspaces
-        self._tasks = tasks
-        self._metrics = metrics
-        self._commits = Commits(ledger, space, disk, write_back, policies, retained, keyspaces, verifiers, metrics)
-        flights.on_visible = retained.visible
-        self.refuses: Callable[[], KvPoolError | None] = lambda: None  # why no new pages are taken
-        self.on_read: Callable[[PageRecord], None] = lambda record: None  # a reader got a page
+        self._events = context.events
+        self._tasks = context.tasks
+        self._metrics = context.metrics
+        self._commits = Commits(tiers, policies, keyspaces, verifiers, context)
 
     async def make_durable(self, key: PageKey) -> KvPoolError | None:
         """Wait until a visible page is on disk, whatever the plan of its keyspace says; None, or why it is not."""
         if self._disk is None or self._write_back is None:
             return StoreFault("this node has no disk tier")
-        slot = self._ledger.find(key)
+        slot = self._table.find(key)
         if key in self._disk or slot is None:
             return None if key in self._disk else PageMissing(f"page {key} is not here any more")
-        self._ledger.pin(slot)
+        self._table.pin(slot)
         try:
             page = self._write_back.take(slot)
             if page is None:
@@ -109,7 +98,7 @@ class PageCalls:
             (error,) = await self._write_back.settled([page], failures_before=page.failures)
             return error
         finally:
-            self._ledger.unpin(slot)
+            self._table.unpin(slot)
 
     def view(self, grant: Grant) -> memoryview:
         """The page's bytes in its slot."""
@@ -148,7 +137,7 @@ class PageCalls:
         peer.check_live()
         if not sealed and not peer.session.trusts_arena:
             raise InvalidRequest("commit: only a session that trusts the arena may leave pages unsealed")
-        begun = [self._ledger.begin_commit(peer.session, lease_id) for lease_id in lease_ids]
+        begun = [self._table.begin_commit(peer.session, lease_id) for lease_id in lease_ids]
         slots = [one for one in begun if isinstance(one, Slot)]
         with self._metrics.request_duration.labels("commit").time():
             if not sealed:
@@ -161,7 +150,7 @@ class PageCalls:
     def abort(self, peer: PeerSession, lease_ids: Sequence[int]) -> None:
         """Give slots back unwritten; unknown leases are ignored."""
         for lease_id in lease_ids if peer.live else ():  # else these words were in the pipe: the peer may be writing
-            self._ledger.abort(peer.session, lease_id)
+            self._table.abort(peer.session, lease_id)
 
     def acquire(
         self, peer: PeerSession, wanted: Sequence[WantedPage], *, wait_s: float, on_acquired: OnAcquired
@@ -199,13 +188,12 @@ class PageCalls:
             if final:
                 peer.acquisitions.discard(acquisition)
                 self._metrics.request_duration.labels("acquire").observe(time.perf_counter() - started_s)
-            for one in acquired:
-                if one.grant is not None:
-                    self.on_read(one.grant.slot.page)
+            if read := [one.grant.slot.page for one in acquired if one.grant is not None]:
+                self._events.publish(PagesRead(read))
             on_acquired(acquired, final)
 
         acquisition = Acquisition(
-            peer.session, items, self._ledger, self._flights, self._metrics, settled, self._tracer.here()
+            peer.session, items, self._table, self._flights, self._metrics, settled, self._tracer.here()
         )
         peer.acquisitions.add(acquisition)
         acquisition.start(wait_s)
@@ -216,10 +204,10 @@ class PageCalls:
             return  # these words were in the pipe: what the session held is quarantined as a whole
         for lease_id in corrupt_ids:
             slot = peer.session.reads.get(lease_id)
-            if slot is not None and not slot.doomed:
+            if slot is not None and not slot.deleted:
                 self._drop_corrupt(slot, peer)
         for lease_id in (*lease_ids, *corrupt_ids):
-            self._ledger.release(peer.session, lease_id)
+            self._table.release(peer.session, lease_id)
 
     # Inside
 
@@ -238,21 +226,16 @@ class PageCalls:
         if self._disk is not None and item.key in self._disk:
             self._disk.map.touch(item.key)
             return self._retained.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
-        if (refusal := self.refuses()) is not None:
-            return refusal
         record = PageRecord(item.key, item.page_bytes, metadata)
-        refusal = self._retained.admit(item.key, item.page_bytes, metadata)
-        if refusal is not None:
-            return refusal
 
         def attempt() -> Grant | Admission | KvPoolError | SpaceNeed:
             peer.check_live()
-            return self._ledger.reserve(peer.session, record)
+            return self._table.reserve(peer.session, record)
 
         answer: ReserveAnswer = await self._space.find(keyspace.tenant, item.page_bytes, attempt)
         if answer is Admission.EXISTS:
             return self._retained.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
-        if not isinstance(answer, Grant):
+        if isinstance(answer, KvPoolError):
             self._retained.turned_down(item.key)
         return answer
 
@@ -260,7 +243,7 @@ class PageCalls:
         key = slot.page.key
         self._metrics.verification_failures.labels("reader").inc()
         _log.error("page %s fails verification at %s and is dropped", key, peer.session.peer_name)
-        self._ledger.drop(key)
+        self._table.drop(key)
         if self._disk is not None and key in self._disk:
             keyspace = self._keyspaces.find(key.keyspace)
             assert keyspace is not None  # a page got here through a session that named it

@@ -5,27 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
+from kvpool.core.page import PageKey
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
+from kvpool_pagestore.core.page_table import ArenaLimits
 from kvpool_pagestore.core.policy import NodePolicy, PolicyBook
-from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_pagestore.core.writeback import WriteBackLimits
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
-from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_pull_values import PullLimits
 from kvpool_pagestore.engine_pulls import Pulls
-from kvpool_pagestore.engine_quota import Quotas
 from kvpool_pagestore.engine_retention import Retained
-from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import SessionTimes
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.engine_writeback import WriteBack
-from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
 from kvpool_pagestore.ports_movement import NO_PLACEMENT, Placement
 
@@ -59,8 +54,8 @@ class EngineParts:
     tracer: Tracer = NO_TRACER
 
 
-def ledger_limits(config: PageStoreConfig, first_segment_id: int) -> LedgerLimits:
-    return LedgerLimits(
+def arena_limits(config: PageStoreConfig, first_segment_id: int) -> ArenaLimits:
+    return ArenaLimits(
         arena_bytes=config.arena_bytes,
         segment_bytes=config.segment_bytes,
         first_segment_id=first_segment_id,
@@ -96,25 +91,13 @@ def make_retained(
     parts: EngineParts,
     policies: PolicyBook,
     keyspaces: KeyspaceBook,
-    ledger: Ledger,
-    disk: DiskTier | None,
-    metrics: PageStoreMetrics,
+    tiers: Tiers,
+    context: EngineContext,
 ) -> Retained:
-    tier_bytes = parts.disk_live_bytes if disk is not None else config.arena_bytes
+    tier_bytes = parts.disk_live_bytes if tiers.disk is not None else config.arena_bytes
     pinned_bytes = int(config.max_pinned_share * tier_bytes)
-    return Retained(policies, keyspaces, ledger, disk, metrics, parts.clock, pinned_bytes)
-
-
-def make_quotas(
-    config: PageStoreConfig,
-    keyspaces: KeyspaceBook,
-    ledger: Ledger,
-    disk: DiskTier | None,
-    write_back: WriteBack | None,
-    tasks: EngineTasks,
-    metrics: PageStoreMetrics,
-) -> Quotas:
-    return Quotas(TenantQuotas.parse(config.tenant_quotas), keyspaces, ledger, disk, write_back, tasks, metrics)
+    table = tiers.staging.table
+    return Retained(policies, keyspaces, table, tiers.disk, context.metrics, context.clock, pinned_bytes)
 
 
 def session_times(config: PageStoreConfig) -> SessionTimes:
@@ -124,31 +107,27 @@ def session_times(config: PageStoreConfig) -> SessionTimes:
     )
 
 
+def make_disk_map(parts: EngineParts, keyspaces: KeyspaceBook, context: EngineContext) -> DiskMap | None:
+    if (store := parts.store) is None:
+        return None
+
+    def charged_bytes(key: PageKey) -> int:
+        keyspace = keyspaces.find(key.keyspace)
+        assert keyspace is not None  # remembered before the first page of it was written
+        return store.charged_bytes(keyspace.page_bytes(key.shard))
+
+    return DiskMap(charged_bytes, context.events, context.clock.wall_us)
+
+
 def disk_tier(
-    config: PageStoreConfig,
-    parts: EngineParts,
-    store: PageStore,
-    keyspaces: KeyspaceBook,
-    announcer: Announcer,
-    tasks: EngineTasks,
-    metrics: PageStoreMetrics,
+    parts: EngineParts, store: PageStore, disk_map: DiskMap, keyspaces: KeyspaceBook, context: EngineContext
 ) -> DiskTier:
     workers = parts.workers
-    tier = DiskTier(store, parts.disk_live_bytes, keyspaces, announcer, workers.read, workers.write, tasks, metrics)
-    tier.map.now_us = parts.clock.wall_us
-    return tier
+    return DiskTier(store, parts.disk_live_bytes, disk_map, keyspaces, workers.read, workers.write, context)
 
 
 def make_flights(
-    config: PageStoreConfig,
-    parts: EngineParts,
-    ledger: Ledger,
-    space: ArenaSpace,
-    sealing: Sealing,
-    disk: DiskTier | None,
-    policies: PolicyBook,
-    tasks: EngineTasks,
-    metrics: PageStoreMetrics,
+    config: PageStoreConfig, parts: EngineParts, tiers: Tiers, policies: PolicyBook, context: EngineContext
 ) -> Flights:
     limits = PullLimits(
         timeout_s=config.pull_timeout_ms / 1e3,
@@ -157,6 +136,17 @@ def make_flights(
         streams_per_peer=config.pull_streams_per_peer,
         moving_streams=config.pull_threads,
     )
-    pullers, clock = parts.workers.pull, parts.clock
-    pulls = Pulls(limits, ledger, space, parts.peers, parts.index, pullers, tasks, metrics, clock, parts.tracer)
-    return Flights(ledger, space, sealing, disk, pulls, policies, tasks, parts.tracer)
+    staging = tiers.staging
+    pulls = Pulls(
+        limits,
+        staging.table,
+        staging.space,
+        parts.peers,
+        parts.index,
+        parts.workers.pull,
+        context.tasks,
+        context.metrics,
+        context.clock,
+        context.tracer,
+    )
+    return Flights(staging, tiers.disk, pulls, policies, context)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
+from kvpool_pagestore.core.events import PagesUsed, PolicyChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import Slot, SlotState
-from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.engine_writeback import WriteBack
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.ports import IndexLink
 
 _log = logging.getLogger(__name__)
@@ -34,26 +32,23 @@ class Policies:
         self,
         book: PolicyBook,
         keyspaces: KeyspaceBook,
-        ledger: Ledger,
-        disk: DiskTier | None,
-        write_back: WriteBack | None,
+        tiers: Tiers,
         index: IndexLink,
-        tasks: EngineTasks,
+        context: EngineContext,
     ) -> None:
         self._book = book
         self._keyspaces = keyspaces
-        self._ledger = ledger
-        self._disk = disk
-        self._write_back = write_back
+        self._table = tiers.staging.table
+        self._disk = tiers.disk
+        self._write_back = tiers.write_back
         self._index = index
-        self._tasks = tasks
+        self._tasks = context.tasks
+        self._events = context.events
         self._asked: set[bytes] = set()  # keyspaces of which the index was asked once
         self._version_seen = 0
         self._version_learnt = 0
         self._learning = False
         self._saving = asyncio.Lock()
-        self.on_change: Callable[[bytes, KeyspacePolicy], None] = lambda keyspace, policy: None
-        ledger.on_used = self._used
 
     async def load(self) -> None:
         """What was learnt before the last restart. Raises StoreFault."""
@@ -61,14 +56,14 @@ class Policies:
         try:
             for told in _unpacked(kept or b""):
                 self._book.tell(told)
-                self.on_change(told.keyspace, told.policy)
+                self._events.publish(PolicyChanged(told.keyspace, told.policy))
         except (InvalidRequest, struct.error) as error:  # the index tells again
             _log.error("the policies that were kept cannot be read, and are asked for again: %s", error)
 
     def repeat(self) -> None:
-        """Tell `on_change` again of every policy that is known."""
+        """Publish every policy that is known once more."""
         for told in self._book.known():
-            self.on_change(told.keyspace, told.policy)
+            self._events.publish(PolicyChanged(told.keyspace, told.policy))
 
     async def learn(self, keyspaces: Iterable[bytes]) -> None:
         """Ask the index for the policies of keyspaces that it was never asked of; nothing if it cannot say now."""
@@ -79,6 +74,12 @@ class Policies:
             except KvPoolError as error:
                 _log.warning("policies of %d keyspaces are not known yet: %s", len(new), error)
 
+    def write_used(self, used: PagesUsed) -> None:
+        """Take pages to disk whose keyspace says so of pages that are used so often."""
+        for slot in used.slots:
+            if self._book.plan(slot.page.key.keyspace).goes_by_use(slot.uses) and not self._is_safe(slot):
+                self._write(slot)
+
     def version_seen(self, version: int) -> None:
         """The index has named the version of all policies, with a lease renewal."""
         self._version_seen = version
@@ -88,10 +89,6 @@ class Policies:
 
     # Inside
 
-    def _used(self, slot: Slot) -> None:
-        if self._book.plan(slot.page.key.keyspace).goes_by_use(slot.uses) and not self._is_safe(slot):
-            self._write(slot)
-
     def _reconsider(self, slot: Slot) -> None:
         """Do what a changed plan says of a visible page: to disk with it, or out of staging."""
         plan = self._book.plan(slot.page.key.keyspace)
@@ -99,7 +96,7 @@ class Policies:
             if plan.goes_to_disk(slot.uses, slot.page.metadata.prompt_tokens):
                 self._write(slot)
         elif not slot.dirty and not plan.stays_in_staging:
-            self._ledger.make_fleeting(slot)
+            self._table.free_on_release(slot)
 
     def _is_safe(self, slot: Slot) -> bool:
         """The page is on disk or on its way there."""
@@ -140,20 +137,20 @@ class Policies:
         if not self._book.tell(told):
             return False
         _log.info("keyspace %s has policy %s of version %d now", told.keyspace.hex(), told.policy, told.version)
-        self.on_change(told.keyspace, told.policy)
+        self._events.publish(PolicyChanged(told.keyspace, told.policy))
         if self._book.plan(told.keyspace) != before:
             await self._apply_plan(told.keyspace)
         return True
 
     async def _apply_plan(self, keyspace: bytes) -> None:
         """Do what a changed plan says of the pages that are visible now; those that come later follow it anyway."""
-        slots = self._ledger.ready_slots(keyspace)
+        slots = self._table.ready_slots(keyspace)
         for start in range(0, len(slots), _PAGES_A_TURN):
             if start:
                 await asyncio.sleep(0)
             for slot in slots[start : start + _PAGES_A_TURN]:
-                if slot.state is SlotState.READY and not slot.doomed and slot.page.key.keyspace == keyspace:
-                    self._ledger.reannounce(slot)
+                if slot.state is SlotState.READY and not slot.deleted and slot.page.key.keyspace == keyspace:
+                    self._table.reannounce(slot)
                     self._reconsider(slot)
 
     async def _save(self) -> None:

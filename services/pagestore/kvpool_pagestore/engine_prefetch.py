@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvpool.core.page import PageKey
 from kvpool_pagestore.config import PROMOTION_SHARE
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.slots import PageRecord, slot_bytes_for
 from kvpool_pagestore.engine_flights import Flight, Flights
 from kvpool_pagestore.metrics import PageStoreMetrics
@@ -17,9 +17,9 @@ class Prefetch:
     """Starts promotions for nobody; those under way take at most the share of the arena kept for promotion."""
 
     def __init__(
-        self, ledger: Ledger, flights: Flights, keyspaces: KeyspaceBook, metrics: PageStoreMetrics, arena_bytes: int
+        self, table: PageTable, flights: Flights, keyspaces: KeyspaceBook, metrics: PageStoreMetrics, arena_bytes: int
     ) -> None:
-        self._ledger = ledger
+        self._table = table
         self._flights = flights
         self._keyspaces = keyspaces
         self._metrics = metrics
@@ -35,7 +35,7 @@ class Prefetch:
         if keyspace is None or keyspace.tenant != tenant or key.shard >= keyspace.grid.shard_count:
             return False
         metadata = self._flights.disk_metadata(key)
-        if metadata is None or self._ledger.find(key) is not None or self._flights.find(key) is not None:
+        if metadata is None or self._table.find(key) is not None or self._flights.find(key) is not None:
             return False
         page_bytes = keyspace.page_bytes(key.shard)
         slot_bytes = slot_bytes_for(page_bytes)

@@ -22,7 +22,7 @@ from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool.core.tracing import BYTES, NO_TRACER, PAGES, PEER, SpanKind, Tracer
 from kvpool_pagestore.core.hedging import HedgeDelay
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.retention import inherited
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine_pull_values import Pulled, PulledPeer, PullLimits, PullStream
@@ -44,7 +44,7 @@ class Pulls:
     def __init__(
         self,
         limits: PullLimits,
-        ledger: Ledger,
+        ledger: PageTable,
         space: ArenaSpace,
         peers: PeerPages,
         index: IndexLink,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import KvPoolError
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.sessions import Session, SessionState
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import background, cancelled
@@ -25,7 +25,7 @@ class Quarantine:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: PageTable,
         space: ArenaSpace,
         arena: Arena,
         workers: Workers,

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from contextlib import closing
 
 from kvpool.core.errors import QuotaExceeded
+from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.admission import AdmissionRequest
+from kvpool_pagestore.core.events import BytesHeld, PagesEvicted, PolicyChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.quota import QuotaBook, Shortfall, TenantQuotas
-from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine_context import EngineContext
 from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.engine_writeback import WriteBack
-from kvpool_pagestore.metrics import PageStoreMetrics
 
 _SPARE_PART = 64  # looking for victims costs a walk: one part in this many of what is used is given up on top,
 _SPARE_BYTES = 4 << 20  # but no more than this
@@ -30,35 +30,48 @@ class Quotas:
         self,
         tenants: TenantQuotas,
         keyspaces: KeyspaceBook,
-        ledger: Ledger,
+        table: PageTable,
         disk: DiskTier | None,
-        write_back: WriteBack | None,
-        tasks: EngineTasks,
-        metrics: PageStoreMetrics,
+        context: EngineContext,
     ) -> None:
         self._book = QuotaBook(tenants)
         self._keyspaces = keyspaces
-        self._ledger = ledger
+        self._table = table
         self._disk = disk
-        self._tasks = tasks
-        self._metrics = metrics
+        self._tasks = context.tasks
+        self._events = context.events
         self._lowered: set[bytes] = set()  # keyspaces of which a quota is being met
-        ledger.on_held = lambda record, size_bytes: self._add(record.key.keyspace, size_bytes)
-        ledger.admit = self._admit_slot
-        if disk is not None:
-            disk.map.on_bytes = self._add
-        if write_back is not None:
-            write_back.admit = self._admit_write
-            write_back.on_settled = lambda key, size_bytes: self._add(key.keyspace, -size_bytes)
 
     def used_bytes(self, keyspace: bytes) -> int:
         """What a keyspace takes in staging and on disk."""
         return self._book.used_bytes(keyspace)
 
-    def set_limit(self, keyspace: bytes, limit_bytes: int) -> None:
-        """A keyspace's own quota has changed; what is too much is given up soon, as far as it is not in use."""
+    def count(self, held: BytesHeld) -> None:
+        """Bytes of a keyspace were taken, or came back."""
+        self._know(held.keyspace)
+        self._book.add(held.keyspace, held.size_bytes)
+
+    def refusal(self, request: AdmissionRequest) -> QuotaExceeded | None:
+        """An AdmissionRule: make room among pages of the same owner, or say which quota is used up."""
+        keyspace, more_bytes = request.record.key.keyspace, request.size_bytes
         self._know(keyspace)
-        self._book.limit(keyspace, limit_bytes)
+        if not self._book.knows(keyspace):
+            return None
+        shortfalls = self._book.shortfalls(keyspace, more_bytes)
+        if not shortfalls:
+            return None
+        for shortfall in shortfalls:
+            self._give_up(shortfall, request.record.key)
+        left = self._book.shortfalls(keyspace, more_bytes)
+        if left:
+            return QuotaExceeded(f"{left[0].owner} is used up by pages that are in use, pinned or not yet durable")
+        return None
+
+    def take_policy(self, changed: PolicyChanged) -> None:
+        """A keyspace's own quota may have changed; what is too much is given up soon, as far as it is not in use."""
+        keyspace = changed.keyspace
+        self._know(keyspace)
+        self._book.limit(keyspace, changed.policy.quota_bytes)
         if self._book.knows(keyspace) and self._book.shortfalls(keyspace, 0):
             self._lowered.add(keyspace)
             if len(self._lowered) == 1:
@@ -83,20 +96,6 @@ class Quotas:
             if known is not None:
                 self._book.know(keyspace, known.tenant)
 
-    def _add(self, keyspace: bytes, size_bytes: int) -> None:
-        self._know(keyspace)
-        self._book.add(keyspace, size_bytes)
-
-    def _admit_slot(self, record: PageRecord, size_bytes: int) -> QuotaExceeded | None:
-        return self._make_room(record.key.keyspace, size_bytes, record.key)
-
-    def _admit_write(self, key: PageKey, size_bytes: int) -> QuotaExceeded | None:
-        """Counted until `on_settled`, by when the disk's map has counted the page itself."""
-        refused = self._make_room(key.keyspace, size_bytes, key)
-        if refused is None:
-            self._add(key.keyspace, size_bytes)
-        return refused
-
     async def _lower(self) -> None:
         try:
             while self._lowered:
@@ -117,20 +116,6 @@ class Quotas:
             if self._disk is not None:
                 await self._disk.deleted()
             await asyncio.sleep(0)
-
-    def _make_room(self, keyspace: bytes, more_bytes: int, spare: PageKey | None) -> QuotaExceeded | None:
-        self._know(keyspace)
-        if not self._book.knows(keyspace):
-            return None
-        shortfalls = self._book.shortfalls(keyspace, more_bytes)
-        if not shortfalls:
-            return None
-        for shortfall in shortfalls:
-            self._give_up(shortfall, spare)
-        left = self._book.shortfalls(keyspace, more_bytes)
-        if left:
-            return QuotaExceeded(f"{left[0].owner} is used up by pages that are in use, pinned or not yet durable")
-        return None
 
     def _give_up(self, shortfall: Shortfall, spare: PageKey | None, most: int = _MANY) -> None:
         """Pages of the shortfall's keyspaces, by the eviction policies of the tiers held to them: copies in staging of
@@ -153,12 +138,12 @@ class Quotas:
         self, shortfall: Shortfall, aim_bytes: int, spared: Callable[[PageKey], bool], most: int
     ) -> bool:
         """Whether it were as many as may be."""
-        with closing(self._ledger.space.victims(shortfall.keyspaces, lambda slot: spared(slot.page.key))) as victims:
+        with closing(self._table.space.victims(shortfall.keyspaces, lambda slot: spared(slot.page.key))) as victims:
             for _ in range(most):
                 slot = next(victims, None) if self._book.used_for(shortfall) > aim_bytes else None
                 if slot is None:
                     return False
-                self._ledger.give_up(slot)
+                self._table.give_up(slot)
         return True
 
     def _give_up_stored(self, shortfall: Shortfall, aim_bytes: int, spare: PageKey | None, most: int) -> bool:
@@ -172,6 +157,6 @@ class Quotas:
         )
         keys = [key for chunk in chunks for key in chunk.keys]
         if keys:
-            self._metrics.evicted_pages.labels("disk").inc(len(keys))
+            self._events.publish(PagesEvicted(Tier.DISK, len(keys)))
             disk.discard(keys)
         return len(chunks) >= most

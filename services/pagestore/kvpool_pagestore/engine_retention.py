@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import InvalidRequest, KvPoolError, QuotaExceeded, StoreFault
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest
+from kvpool_pagestore.core.events import PagesArrived, PagesLeft
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.retention import ExpiryQueue, PinBook, extended, is_expired, with_defaults
 from kvpool_pagestore.core.slots import PageRecord
@@ -38,7 +40,7 @@ class Retained:
         self,
         policies: PolicyBook,
         keyspaces: KeyspaceBook,
-        ledger: Ledger,
+        table: PageTable,
         disk: DiskTier | None,
         metrics: PageStoreMetrics,
         clock: Clock,
@@ -46,7 +48,7 @@ class Retained:
     ) -> None:
         self._policies = policies
         self._keyspaces = keyspaces
-        self._ledger = ledger
+        self._table = table
         self._disk = disk
         self._metrics = metrics
         self._clock = clock
@@ -55,10 +57,6 @@ class Retained:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_us = 0
         self._stopped = False
-        ledger.on_left = self._left
-        if disk is not None:
-            disk.on_stored = self._stored
-            disk.map.on_removed = self._left
 
     @property
     def pinned_bytes(self) -> int:
@@ -86,23 +84,32 @@ class Retained:
         default, now_us = self._policies.policy(keyspace).retention, self._clock.wall_us()
         return [with_defaults(one, default, now_us) for one in metadata]
 
-    def visible(self, record: PageRecord) -> None:
-        """A page came to staging: it will be forgotten when its time comes, or soon if it has come already."""
-        self._note(record.key.keyspace + record.key.chunk_hash, record.metadata)
-        if record.metadata.pinned_until_us > self._clock.wall_us():  # also if another wish of that key was turned down
-            self._pins.pin({record.key: record.page_bytes}, record.metadata.pinned_until_us, 0, force=True)
+    def arrived(self, event: PagesArrived) -> None:
+        """Forget pages when their time comes, or soon if it has come already; count their pins, which were granted."""
+        for record in event.records:
+            self._note(record.key.keyspace + record.key.chunk_hash, record.metadata)
+            if record.metadata.pinned_until_us > self._clock.wall_us():
+                self._pins.pin({record.key: record.page_bytes}, record.metadata.pinned_until_us, 0, force=True)
 
-    def admit(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> QuotaExceeded | None:
-        """Count the pin of a page that is about to be stored; why it cannot be pinned."""
-        now_us = self._clock.wall_us()
-        if metadata.pinned_until_us <= now_us:
+    def left(self, event: PagesLeft) -> None:
+        """Forget what was known of pages that have gone from staging and from disk."""
+        for key in event.keys:
+            name = key.keyspace + key.chunk_hash
+            if key in self._pins and self._table.metadata(key) is None and not self._table.is_coming(key):
+                self._pins.unpin([key])
+            if name in self._expiry and not self._table.keys(name[:16], name[16:]):
+                self._expiry.forget(name)
+
+    def refusal(self, request: AdmissionRequest) -> QuotaExceeded | None:
+        """An AdmissionRule: count the pin of a page that is about to be stored, or say why it cannot be pinned."""
+        if request.purpose is not AdmissionPurpose.STORE:
             return None
-        return self._pins.pin({key: page_bytes}, metadata.pinned_until_us, now_us)
+        return self._pin(request.record)
 
     def turned_down(self, key: PageKey) -> None:
         """A page that was admitted did not come, or not now."""
         if key in self._pins:
-            kept = self._kept(key)
+            kept = self._table.metadata(key)
             if kept is None or not kept.pinned_until_us:
                 self._pins.unpin([key])
 
@@ -111,9 +118,9 @@ class Retained:
         if not self._expiry:
             return
         now_us = self._clock.wall_us()
-        slot = self._ledger.find(key)
+        slot = self._table.find(key)
         if slot is not None and is_expired(slot.page.metadata, now_us):
-            self._ledger.drop(key)
+            self._table.drop(key)
         on_disk = self._disk.map.metadata(key) if self._disk is not None else None
         if on_disk is not None and is_expired(on_disk, now_us) and self._disk is not None:
             self._disk.discard([key])
@@ -123,11 +130,11 @@ class Retained:
 
         Pages whose records on disk do not say so yet are added to `changed`; see `keep`.
         """
-        kept = self._kept(key)
+        kept = self._table.metadata(key)
         if kept is None or (after := extended(kept, wanted)) == kept:
             return None
         if after.pinned_until_us != kept.pinned_until_us:
-            refused = self.admit(key, page_bytes, after)
+            refused = self._pin(PageRecord(key, page_bytes, after))
             if refused is not None:
                 return refused
         changed += self._change([(key.keyspace + key.chunk_hash, after)])
@@ -136,7 +143,7 @@ class Retained:
     async def keep(self, changed: Sequence[PageKey]) -> None:
         """Have the disk say what is kept beside pages; synced, once for all of them. Raises StoreFault."""
         if self._disk is not None and changed:
-            now = [(key, kept) for key in changed if (kept := self._kept(key)) is not None]
+            now = [(key, kept) for key in changed if (kept := self._table.metadata(key)) is not None]
             await self._disk.set_metadata(now)
 
     async def pin(self, tenant: str, keyspace: bytes, chunk_hashes: Sequence[bytes], until_us: int) -> int:
@@ -156,7 +163,7 @@ class Retained:
         for position, chunk_hash in enumerate(dict.fromkeys(chunk_hashes)):
             if position % _CHANGED_CHUNKS == 0:
                 await asyncio.sleep(0)
-            if keys := self._keys(keyspace + chunk_hash):
+            if keys := self._table.keys(keyspace, chunk_hash):
                 found[keyspace + chunk_hash] = keys
         now_us = self._clock.wall_us()
         pages = {key: known.page_bytes(key.shard) for keys in found.values() for key in keys}
@@ -167,7 +174,7 @@ class Retained:
             changes = []
             for name in names[start : start + _CHANGED_CHUNKS]:
                 keys = self._counted(known, name, found[name], until_us)
-                kept = self._kept(keys[0]) if keys else None
+                kept = self._table.metadata(keys[0]) if keys else None
                 if kept is not None:
                     changes.append((name, replace(kept, pinned_until_us=until_us)))
                 count += len(keys)
@@ -179,14 +186,14 @@ class Retained:
         now_us, count = self._clock.wall_us(), 0
         for name in self._expiry.take_due(now_us, _SWEPT_CHUNKS):
             expired: list[PageKey] = []
-            for key in self._keys(name):
-                kept = self._kept(key)
+            for key in self._table.keys(name[:16], name[16:]):
+                kept = self._table.metadata(key)
                 if kept is not None and is_expired(kept, now_us):
                     expired.append(key)
                 elif kept is not None:
                     self._expiry.add(name, kept.expires_us)  # whoever sweeps sets the timer
             for key in expired:
-                self._ledger.drop(key)
+                self._table.drop(key)
             on_disk = [key for key in expired if self._disk is not None and key in self._disk.map]
             if on_disk and self._disk is not None:
                 self._disk.discard(on_disk)
@@ -198,23 +205,18 @@ class Retained:
 
     def _counted(self, known: Keyspace, name: bytes, found: Sequence[PageKey], until_us: int) -> list[PageKey]:
         """Pages of a chunk that are here now, counted as pinned or not; some went or came while others were changed."""
-        keys = self._keys(name)
+        keys = self._table.keys(name[:16], name[16:])
         if until_us <= self._clock.wall_us():
             self._pins.unpin(keys)
             return keys
-        self._pins.unpin(key for key in found if self._kept(key) is None and not self._ledger.is_coming(key))
+        self._pins.unpin(key for key in found if self._table.metadata(key) is None and not self._table.is_coming(key))
         come = {key: known.page_bytes(key.shard) for key in keys if key not in self._pins}
         self._pins.pin(come, until_us, 0, force=True)
         return keys
 
-    def _stored(self, key: PageKey, metadata: PageMetadata) -> None:
-        """Found on disk at the start."""
-        self._note(key.keyspace + key.chunk_hash, metadata)
-        if metadata.pinned_until_us > self._clock.wall_us():
-            known = self._keyspaces.find(key.keyspace)
-            if known is not None:
-                pages = {key: known.page_bytes(key.shard)}
-                self._pins.pin(pages, metadata.pinned_until_us, 0, force=True)  # it was granted before
+    def _pin(self, record: PageRecord) -> QuotaExceeded | None:
+        now_us, until_us = self._clock.wall_us(), record.metadata.pinned_until_us
+        return self._pins.pin({record.key: record.page_bytes}, until_us, now_us) if until_us > now_us else None
 
     def _note(self, name: bytes, metadata: PageMetadata) -> None:
         if metadata.expires_us:
@@ -235,37 +237,15 @@ class Retained:
         self.sweep()
         self._arm()
 
-    def _left(self, key: PageKey) -> None:
-        """A page has gone from staging or disk; nothing is known of it any more if it has gone from both."""
-        name = key.keyspace + key.chunk_hash
-        if key in self._pins and self._kept(key) is None and not self._ledger.is_coming(key):
-            self._pins.unpin([key])
-        if name in self._expiry and not self._keys(name):
-            self._expiry.forget(name)
-
-    def _kept(self, key: PageKey) -> PageMetadata | None:
-        """What is kept beside a page that is here; staging knows the latest."""
-        slot = self._ledger.find(key)
-        if slot is not None:
-            return slot.page.metadata
-        return self._disk.map.metadata(key) if self._disk is not None else None
-
-    def _keys(self, name: bytes) -> list[PageKey]:
-        """Pages of a chunk that are here."""
-        known = self._keyspaces.find(name[:16])
-        shards: Iterable[int] = range(known.grid.shard_count) if known is not None else ()
-        keys = (PageKey(name[:16], name[16:], shard) for shard in shards)
-        return [key for key in keys if self._kept(key) is not None]
-
     def _change(self, changes: Sequence[tuple[bytes, PageMetadata]]) -> list[PageKey]:
         """Other metadata for all pages of chunks, in memory; those that are on disk too, for `keep`."""
         on_disk: list[PageKey] = []
         for name, metadata in changes:
             self._note(name, metadata)
-            for key in self._keys(name):
-                slot = self._ledger.find(key)
+            for key in self._table.keys(name[:16], name[16:]):
+                slot = self._table.find(key)
                 if slot is not None:
-                    self._ledger.set_metadata(slot, metadata)
+                    self._table.set_metadata(slot, metadata)
                 if self._disk is not None and key in self._disk.map:
                     self._disk.map.set_metadata(name[:16], name[16:], metadata)
                     on_disk.append(key)

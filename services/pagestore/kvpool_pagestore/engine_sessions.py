@@ -14,7 +14,7 @@ from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, LeaseLost, Overloaded, SessionUnknown
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.sessions import Session, SessionState
 from kvpool_pagestore.core.slots import SegmentState
 from kvpool_pagestore.engine_acquire import Acquisition
@@ -56,7 +56,7 @@ def _new_future() -> asyncio.Future[KvPoolError]:
 
 @dataclass(slots=True, eq=False)
 class PeerSession:
-    """A session with what the engine keeps beside the ledger's part."""
+    """A session with what the engine keeps beside the page table's part."""
 
     session: Session
     token: bytes  # of the descriptor socket; empty if the peer may not map
@@ -95,14 +95,14 @@ class PeerSessions:
     def __init__(
         self,
         times: SessionTimes,
-        ledger: Ledger,
+        table: PageTable,
         arena: Arena,
         keyspaces: KeyspaceBook,
         quarantine: Quarantine,
         metrics: PageStoreMetrics,
     ) -> None:
         self._times = times
-        self._ledger = ledger
+        self._table = table
         self._arena = arena
         self._keyspaces = keyspaces
         self._quarantine = quarantine
@@ -132,7 +132,7 @@ class PeerSessions:
             # Shared memory is never waited for; and a caller who left during an await would leave the file behind.
             peer.session_fd = self._arena.create_session_file(session.session_id)
         self._peers[session.session_id] = peer
-        self._ledger.sessions.add(session)
+        self._table.sessions.add(session)
         return peer
 
     def open_internal(self, tenant: str, keyspaces: Sequence[tuple[bytes, KeyspaceSpec]]) -> PeerSession:
@@ -141,7 +141,7 @@ class PeerSessions:
         session = Session(secrets.token_bytes(16), tenant, "bulk", self._times.max_leases)
         peer = PeerSession(session, b"")
         peer.keyspaces = {one.keyspace: one for one in named}
-        self._ledger.sessions.add(session)
+        self._table.sessions.add(session)
         return peer
 
     def add_keyspace(self, peer: PeerSession, keyspace: bytes, spec: KeyspaceSpec) -> None:
@@ -155,7 +155,7 @@ class PeerSessions:
         """The peer ended the session properly. Idempotent."""
         if peer.session.state is not SessionState.LIVE:
             return
-        self._ledger.close_session(peer.session)
+        self._table.close_session(peer.session)
         self._forget_peer(peer, "closed")
         if peer.token:
             self._quarantine.departed(peer.session.session_id)
@@ -166,7 +166,7 @@ class PeerSessions:
             return
         held = peer.session.lease_count
         _log.warning("session of %s ended (%s) with %d leases", peer.session.peer_name or "a peer", cause, held)
-        self._ledger.end_session(peer.session)
+        self._table.end_session(peer.session)
         self._forget_peer(peer, "abnormal")
         peer.ended.set_result(error or SessionUnknown(f"the session has ended: {cause}"))
         self._quarantine.watch()
@@ -190,7 +190,7 @@ class PeerSessions:
             return Descriptor(fd, 0, True)
         if peer.session_fd >= 0:
             raise InvalidRequest(f"fetch the session file (number {SESSION_FILE_NUMBER}) before any segment")
-        segment = self._ledger.space.segment(number)
+        segment = self._table.space.segment(number)
         if segment is None or segment.tenant != peer.session.tenant or segment.state is not SegmentState.LIVE:
             raise LeaseLost(f"segment {number} is not (or no longer) one of this tenant's")
         fd = self._arena.descriptor(number, peer.session.session_id)
@@ -215,7 +215,7 @@ class PeerSessions:
         peer = self._peers.get(session_id)
         if peer is not None and peer.session.tenant == request.tenant:
             self.end(peer, "its peer opened another")
-        ended = self._ledger.sessions.find_ended(session_id, request.tenant)
+        ended = self._table.sessions.find_ended(session_id, request.tenant)
         if ended is not None and request.previous_drained:
             await self._quarantine.drained(ended)
 

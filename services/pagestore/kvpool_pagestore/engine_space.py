@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import ArenaFull, KvPoolError
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.slots import Segment, Slot, SpaceNeed, slot_bytes_for
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.ports import Arena, Workers
@@ -24,8 +24,8 @@ _GROWTH_PAUSE_S = 1.0  # after the file system had no room for a segment
 class ArenaSpace:
     """Finds slots, making segments where the budget allows."""
 
-    def __init__(self, ledger: Ledger, arena: Arena, workers: Workers, tasks: EngineTasks, clock: Clock) -> None:
-        self._ledger = ledger
+    def __init__(self, table: PageTable, arena: Arena, workers: Workers, tasks: EngineTasks, clock: Clock) -> None:
+        self._table = table
         self._arena = arena
         self._workers = workers
         self._tasks = tasks
@@ -84,11 +84,11 @@ class ArenaSpace:
 
     def look_for_growth(self) -> None:
         """Note whether segments may be made now: before each row of attempts that `find` does not make."""
-        self._ledger.space.growth_allowed = self._clock.monotonic_s() >= self._paused_until_s
+        self._table.space.growth_allowed = self._clock.monotonic_s() >= self._paused_until_s
 
     def grow_ahead(self, tenant: str, slot_bytes: int) -> None:
         """Making a segment takes tens of milliseconds: begin before the last slot is gone."""
-        if (tenant, slot_bytes) not in self._growing and self._ledger.space.runs_short(tenant, slot_bytes):
+        if (tenant, slot_bytes) not in self._growing and self._table.space.runs_short(tenant, slot_bytes):
             self._tasks.start(self._grow(tenant, slot_bytes), "grow-ahead")
 
     async def prepare(self, size_bytes: int, workers: Workers, is_wanted: Callable[[], bool]) -> int:
@@ -96,7 +96,7 @@ class ArenaSpace:
 
         0 if the budget has no room for it, or if it is not wanted any more. Raises what the arena raises.
         """
-        segment = self._ledger.space.plan_prepared(size_bytes)
+        segment = self._table.space.plan_prepared(size_bytes)
         if segment is None:
             return 0
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -106,9 +106,9 @@ class ArenaSpace:
             made = await workers.run(self._arena.prepare_segment, segment.segment_id, segment.size_bytes, is_wanted)
         finally:
             if made:
-                self._ledger.space.segment_prepared(segment)
+                self._table.space.segment_prepared(segment)
             else:
-                self._ledger.space.segment_gone(segment)
+                self._table.space.segment_gone(segment)
             settled.set_result(None)
         return segment.size_bytes if made else 0
 
@@ -116,7 +116,7 @@ class ArenaSpace:
         at = (tenant, slot_bytes)
         growing = self._growing.get(at)
         if growing is None:
-            segment = self._ledger.space.plan_segment(tenant, slot_bytes)
+            segment = self._table.space.plan_segment(tenant, slot_bytes)
             if segment is None:
                 return
             growing = asyncio.ensure_future(self._tasks.finish(self._make(at, segment), "make-segment"))
@@ -127,20 +127,20 @@ class ArenaSpace:
         try:
             await self._workers.run(self._arena.create_segment, segment.segment_id, segment.size_bytes)
         except (KvPoolError, OSError) as error:
-            self._ledger.space.segment_gone(segment)
+            self._table.space.segment_gone(segment)
             self._paused_until_s = self._clock.monotonic_s() + _GROWTH_PAUSE_S
             _log.error("no new arena segment: %s", error)
         else:
-            self._ledger.space.segment_made(segment)
+            self._table.space.segment_made(segment)
         finally:
             # Here, not in a callback: whoever needs a segment before that has run would wait for this one.
             self._growing.pop(at, None)
 
     async def _reap(self) -> None:
         try:
-            for segment in self._ledger.space.reapable():
+            for segment in self._table.space.reapable():
                 await self._workers.run(self._arena.destroy_segment, segment.segment_id)
-                self._ledger.space.segment_gone(segment)
+                self._table.space.segment_gone(segment)
         finally:
             self._reaping = None  # at once, as above
 

@@ -14,17 +14,15 @@ from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.core.spans import NO_GRANTS, PageGrants, PageSpan, SpanAnswer
+from kvpool_pagestore.core.events import PagesRead
 from kvpool_pagestore.core.keyspaces import Keyspace
-from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed, slot_bytes_for
 from kvpool_pagestore.engine_acquire import Acquired, AcquireItem
-from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_retention import Retained
 from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.metrics import PageStoreMetrics
 
 OnAnswer = Callable[[SpanAnswer, bool], None]
 """Gets pages as they settle, each once; True with the last ones. Called on the loop."""
@@ -71,19 +69,18 @@ class SpanCalls:
 
     def __init__(
         self,
-        ledger: Ledger,
-        space: ArenaSpace,
-        disk: DiskTier | None,
+        tiers: Tiers,
         retained: Retained,
         pages: PageCalls,
-        metrics: PageStoreMetrics,
+        context: EngineContext,
     ) -> None:
-        self._ledger = ledger
-        self._space = space
-        self._disk = disk
+        self._table = tiers.staging.table
+        self._space = tiers.staging.space
+        self._disk = tiers.disk
         self._retained = retained
         self._pages = pages
-        self._metrics = metrics
+        self._events = context.events
+        self._metrics = context.metrics
 
     async def reserve(self, peer: PeerSession, span: PageSpan) -> SpanAnswer:
         """Write leases. Raises KeyspaceUnknown, InvalidRequest for a shard that does not exist, SessionUnknown if the
@@ -119,9 +116,9 @@ class SpanCalls:
         started_s = time.perf_counter()
         keys = span.page_keys
         self._pages.drop_expired(keys)
-        leases = self._ledger.acquire_ready(peer.session, keys)
-        for slot in leases.slots:
-            self._pages.on_read(slot.page)
+        leases = self._table.acquire_ready(peer.session, keys)
+        if leases.slots:
+            self._events.publish(PagesRead([slot.page for slot in leases.slots]))
         self._count(span, keyspace, leases.pages, len(leases.refused), leases.refusal)
         staged = _Answered(leases.pages, leases.lease_ids, leases.slots, bytearray(b"\1") * len(leases.pages))
         staged.failed = [(page, leases.refusal) for page in leases.refused]
@@ -150,22 +147,20 @@ class SpanCalls:
         size_bytes = {shard: keyspace.page_bytes(shard) for shard in set(span.shards.tolist())}
         slot_bytes = {shard: slot_bytes_for(size) for shard, size in size_bytes.items()}
         peer.check_live()
-        refusal = self._pages.refuses()
         self._space.look_for_growth()
         for page, (key, position) in enumerate(zip(keys, span.positions.tolist(), strict=True)):
             record = PageRecord(key, size_bytes[key.shard], metadata[position])
-            answer: _Reserved = self._admit(record, refusal)
+            answer: _Reserved = Admission.EXISTS if self._is_on_disk(record.key) else None
             if answer is None:
-                answer = self._ledger.reserve_slot(peer.session, record, slot_bytes[key.shard])
+                answer = self._table.reserve_slot(peer.session, record, slot_bytes[key.shard])
                 if isinstance(answer, SpaceNeed):
                     answer = await self._find(peer, keyspace, record)
-                    refusal = self._pages.refuses()
                 if isinstance(answer, Slot):
                     answered.pages.append(page)
                     answered.lease_ids.append(peer.session.last_lease_id)
                     answered.slots.append(answer)
                     continue
-                if answer is not Admission.EXISTS:
+                if isinstance(answer, KvPoolError):
                     self._retained.turned_down(key)
             if answer is Admission.EXISTS:
                 answer = self._retained.extend(key, record.page_bytes, record.metadata, changed) or answer
@@ -177,22 +172,20 @@ class SpanCalls:
             self._space.grow_ahead(keyspace.tenant, each)
         return answered
 
-    def _admit(self, record: PageRecord, refusal: KvPoolError | None) -> Admission | KvPoolError | None:
-        """Why the page needs no slot, or gets none; else None."""
+    def _is_on_disk(self, key: PageKey) -> bool:
+        """Whether the page needs no slot; its store counts as a use."""
         disk = self._disk
-        if disk is not None and record.key in disk:
-            disk.map.touch(record.key)
-            return Admission.EXISTS
-        if refusal is not None or not record.metadata.pinned_until_us:
-            return refusal
-        return self._retained.admit(record.key, record.page_bytes, record.metadata)
+        if disk is None or key not in disk:
+            return False
+        disk.map.touch(key)
+        return True
 
     async def _find(self, peer: PeerSession, keyspace: Keyspace, record: PageRecord) -> Slot | Admission | KvPoolError:
         """Reserve a page for which room must be made. Nothing is awaited after it was granted."""
 
         def attempt() -> Slot | Admission | KvPoolError | SpaceNeed:
             peer.check_live()
-            return self._ledger.reserve_slot(peer.session, record, slot_bytes_for(record.page_bytes))
+            return self._table.reserve_slot(peer.session, record, slot_bytes_for(record.page_bytes))
 
         answer: Slot | Admission | KvPoolError = await self._space.find(keyspace.tenant, record.page_bytes, attempt)
         peer.check_live()

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from kvpool.core.clock import Clock
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import Draining, KvPoolError, PageMissing, StoreFault
 from kvpool.core.page import PageKey
-from kvpool.core.tracing import BYTES, NO_TRACER, PAGES, Tracer
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool.core.tracing import BYTES, PAGES
+from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest, AdmissionRules
+from kvpool_pagestore.core.events import BytesHeld, DiskHealthChanged
 from kvpool_pagestore.core.policy import PolicyBook
-from kvpool_pagestore.core.slots import Slot
+from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue, WriteState
+from kvpool_pagestore.engine_context import EngineContext, Staging
 from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_sealing import Sealing
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import PageWrite
 
 _log = logging.getLogger(__name__)
@@ -33,35 +30,29 @@ class WriteBack:
     def __init__(
         self,
         limits: WriteBackLimits,
-        ledger: Ledger,
-        space: ArenaSpace,
-        sealing: Sealing,
+        staging: Staging,
         disk: DiskTier,
         policies: PolicyBook,
-        tasks: EngineTasks,
-        metrics: PageStoreMetrics,
-        clock: Clock,
-        tracer: Tracer = NO_TRACER,
+        admission: AdmissionRules,
+        context: EngineContext,
     ) -> None:
-        self._tracer = tracer
+        self._tracer = context.tracer
         self._policies = policies
         self._queue = WriteQueue(limits)
-        self._ledger = ledger
-        self._space = space
-        self._sealing = sealing
+        self._table = staging.table
+        self._space = staging.space
+        self._sealing = staging.sealing
+        self._events = context.events
+        self._admission = admission
         self._disk = disk
-        self._tasks = tasks
-        self._metrics = metrics
-        self._clock = clock
+        self._tasks = context.tasks
+        self._metrics = context.metrics
+        self._clock = context.clock
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
         self._untold_failures = 0
         self._tell_failures_at_s = float("-inf")
         self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
-        # Whether a page may take so many bytes on disk; if so, they are told again once the write has ended.
-        self.admit: Callable[[PageKey, int], KvPoolError | None] = lambda key, size_bytes: None
-        self.on_settled: Callable[[PageKey, int], None] = lambda key, size_bytes: None
-        disk.on_change = self._disk_changed
 
     @property
     def oldest_s(self) -> float:
@@ -95,7 +86,7 @@ class WriteBack:
         waiting = self._queue.find(slot)
         if waiting is not None:
             return waiting
-        if not self._ledger.make_dirty(slot):
+        if not self._table.make_dirty(slot):
             return None
         page = self.enqueue(slot)
         self.start_due()
@@ -130,6 +121,12 @@ class WriteBack:
             raise StoreFault(f"{failed_count} pages are not durable: {self._disk.fault}")
         return sum(1 for page in wanted if page.durable), failed_count
 
+    def retry_failed(self, changed: DiskHealthChanged) -> None:
+        """Write at once what waits for the disk, if it works again; let those who wait look again in any case."""
+        if not changed.fault:
+            self._queue.hurry(self._clock.monotonic_s())
+        self._pump()
+
     def stop(self) -> None:
         """Begin no more writes; those under way end by themselves."""
         self._stopped = True
@@ -161,10 +158,10 @@ class WriteBack:
         if self._stopped:
             return
         now_s = self._clock.monotonic_s()
-        in_budget = not self._ledger.is_half_dirty
+        in_budget = not self._table.is_half_dirty
         while batch := self._queue.next_batch(now_s, in_budget=in_budget):
             for page in batch:  # at once: before the task has begun, its slot could be cleared and handed on
-                self._ledger.pin(page.slot)
+                self._table.pin(page.slot)
             self._tasks.start(self._write(batch), "write-back")
         due_s = self._queue.next_due_s(now_s, in_budget=in_budget)
         if due_s is not None:
@@ -177,8 +174,7 @@ class WriteBack:
         ]
         written = {write.key: write.metadata for write in writes}
         refused = {
-            write.key: error or self.admit(write.key, self._disk.charged_bytes(write.key))
-            for write, error in zip(writes, unsealed, strict=True)
+            page.record.key: error or self._refusal(page.record) for page, error in zip(batch, unsealed, strict=True)
         }
         admitted = [write for write in writes if refused[write.key] is None]
         results: dict[PageKey, KvPoolError | None] = {key: error for key, error in refused.items() if error is not None}
@@ -189,8 +185,8 @@ class WriteBack:
                 try:
                     results |= await self._disk.write(admitted) if admitted else {}
                 finally:
-                    for write in admitted:
-                        self.on_settled(write.key, self._disk.charged_bytes(write.key))
+                    for write in admitted:  # by now the disk's map has counted those that are there
+                        self._hold_bytes(write.key, -self._disk.map.page_bytes(write.key))
                 await self._keep_changes(batch, written, results)
                 if (error := next(filter(None, results.values()), None)) is not None:
                     span.fail(error)
@@ -199,6 +195,17 @@ class WriteBack:
                 self._settle(page, results.get(page.record.key, _unforeseen()))
             self._queue.batch_ended()
             self._pump()
+
+    def _refusal(self, record: PageRecord) -> KvPoolError | None:
+        """Why a page may not take bytes on disk; if it may, they are counted until its write has ended."""
+        size_bytes = self._disk.map.page_bytes(record.key)
+        refused = self._admission.refusal(AdmissionRequest(AdmissionPurpose.WRITE_BACK, record, size_bytes))
+        if refused is None:
+            self._hold_bytes(record.key, size_bytes)
+        return refused
+
+    def _hold_bytes(self, key: PageKey, size_bytes: int) -> None:
+        self._events.publish(BytesHeld(key.keyspace, size_bytes))
 
     async def _keep_changes(
         self,
@@ -226,12 +233,12 @@ class WriteBack:
 
     def _settle(self, page: DirtyPage, error: KvPoolError | None) -> None:
         now_s, key = self._clock.monotonic_s(), page.record.key
-        dropped = page.slot.doomed
+        dropped = page.slot.deleted
         # Also a page that could not be written may be evicted: the cache can be lost, serving must go on.
-        self._ledger.make_clean(page.slot)
+        self._table.make_clean(page.slot)
         if error is None and not dropped and not self._policies.plan(key.keyspace).stays_in_staging:
-            self._ledger.make_fleeting(page.slot)
-        self._ledger.unpin(page.slot)
+            self._table.free_on_release(page.slot)
+        self._table.unpin(page.slot)
         self._metrics.written_pages.labels("written" if error is None else "failed").inc()
         if error is not None:
             self._tell_failure(key, error, now_s)
@@ -247,11 +254,6 @@ class WriteBack:
         if now_s >= self._tell_failures_at_s:
             _log.warning("%d writes failed, pages are not durable yet: %s: %s", self._untold_failures, key, error)
             self._untold_failures, self._tell_failures_at_s = 0, now_s + _FAILURES_TOLD_EVERY_S
-
-    def _disk_changed(self) -> None:
-        if not self._disk.fault:
-            self._queue.hurry(self._clock.monotonic_s())
-        self._pump()
 
     async def _next_progress(self) -> None:
         if self._progress is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,14 +13,15 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.chunk_columns import FoundChunks
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.stored_pages import StoredPages
 from tests.fixtures.pagestore import KEYSPACE, metadata, page_key
 
 SIZES = {0: 100, 1: 250}
 
 
-def new_map() -> DiskMap:
-    return DiskMap(lambda key: SIZES[key.shard])
+def new_map(now_us: Callable[[], int] = lambda: 0) -> DiskMap:
+    return DiskMap(lambda key: SIZES[key.shard], PageEvents(), now_us)
 
 
 def test_metadata_comes_back_as_it_was_given() -> None:
@@ -75,13 +77,13 @@ def test_a_chosen_chunk_that_was_kept_is_chosen_again() -> None:
     disk.add(page_key(0), metadata(0))
     assert chosen(disk) == [0]
     assert chosen(disk) == [0]
-    disk.remove(page_key(0))
+    disk.remove((page_key(0),))
     assert chosen(disk) == []
 
 
 def test_pinned_chunks_stay_until_the_pin_ends_and_expired_ones_go_first() -> None:
-    disk, now_us = new_map(), [100]
-    disk.now_us = lambda: now_us[0]
+    now_us = [100]
+    disk = new_map(lambda: now_us[0])
     for number in range(3):
         disk.add(page_key(number * 16), metadata(number * 16))
     disk.set_metadata(KEYSPACE, page_key(0).chunk_hash, replace(metadata(0), pinned_until_us=200))
@@ -121,7 +123,7 @@ def test_it_counts_as_a_set_of_pages_does(steps: list[tuple[bool, PageKey]]) -> 
             assert disk.add(key, metadata(1)) is (key not in pages)
             pages.add(key)
         else:
-            assert disk.remove(key) is (key in pages)
+            assert bool(disk.remove((key,))) is (key in pages)
             pages.discard(key)
         assert disk.page_count == len(pages)
         assert disk.size_bytes == sum(SIZES[one.shard] for one in pages)
@@ -130,8 +132,7 @@ def test_it_counts_as_a_set_of_pages_does(steps: list[tuple[bool, PageKey]]) -> 
 
 
 def test_a_chunk_stays_as_long_as_that_page_of_it_which_is_to_stay_longest() -> None:
-    disk = DiskMap(lambda key: 1)
-    disk.now_us = lambda: 100
+    disk = DiskMap(lambda key: 1, PageEvents(), lambda: 100)
     plain = PageMetadata(parent_hash=bytes(16), chunk_index=0, group_head_hash=bytes(16))
     for shard, kept in enumerate((plain, replace(plain, pinned_until_us=200), plain)):
         assert disk.add(PageKey(b"k" * 16, b"c" * 16, shard), kept)
@@ -140,7 +141,7 @@ def test_a_chunk_stays_as_long_as_that_page_of_it_which_is_to_stay_longest() -> 
 
 
 def test_what_a_scan_has_found_is_ranked_when_the_first_victim_is_needed() -> None:
-    disk = DiskMap(lambda key: 1)
+    disk = DiskMap(lambda key: 1, PageEvents(), lambda: 0)
     keys = [PageKey(bytes(16), bytes([number]) * 16, 0) for number in range(1, 6)]
     parents = [bytes(16), *(key.chunk_hash for key in keys)]
     kept = [
@@ -148,7 +149,7 @@ def test_what_a_scan_has_found_is_ranked_when_the_first_victim_is_needed() -> No
         for number, parent in enumerate(parents[:5])
     ]
     restore(disk, list(zip(keys, kept, strict=True)))
-    assert disk.remove(keys[4])
+    assert disk.remove((keys[4],))
     disk.touch(keys[0])
     (victim,) = disk.oldest(1, lambda key: False)
     assert victim.chunk_hash == keys[3].chunk_hash, "the end of the chain"
@@ -218,7 +219,7 @@ def test_chunks_whose_parents_a_client_made_a_circle_go_like_others() -> None:
                 disk.add(page_key(number), kept)
             assert sorted(chosen(disk, 10**6)) == [first_index, first_index + 1, first_index + 2]
             for number in numbers:
-                disk.remove(page_key(number))
+                disk.remove((page_key(number),))
             assert not list(disk.names())
 
 
@@ -228,7 +229,7 @@ def test_whatever_clients_say_of_parents_a_full_disk_can_be_emptied(chunks: list
     held: set[int] = set()
     for number, parent, index in chunks:
         if index < 0:
-            disk.remove(page_key(number))
+            disk.remove((page_key(number),))
             held.discard(number)
         else:
             disk.add(page_key(number), replace(metadata(0), parent_hash=page_key(parent).chunk_hash, chunk_index=index))
@@ -242,7 +243,7 @@ def test_a_circle_is_not_closed_by_a_chunk_that_comes_back_with_another_number()
     disk.add(below, replace(metadata(0), parent_hash=above.chunk_hash, chunk_index=2))  # expects 1 of its parent
     for _ in range(2):
         disk.add(above, replace(metadata(0), parent_hash=below.chunk_hash, chunk_index=3))
-        disk.remove(above)
+        disk.remove((above,))
     disk.add(above, replace(metadata(0), parent_hash=below.chunk_hash, chunk_index=3))
     assert sorted(chosen(disk, 10**6)) == [2, 3]
 

@@ -13,7 +13,8 @@ from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool_pagestore import engine_clear, engine_disk, engine_locations
-from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.engine_pages import WantedPage
 from kvpool_pagestore.engine_sessions import PeerSession
 from tests.fixtures.pagestore import TENANT, Running, World, new_world, page_key, running_engine
@@ -104,11 +105,16 @@ async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPat
                 await store(running, peer, range(start, start + 16))
                 await engine.flush(TENANT, b"")
             turn, removed, dropped = 0, Counter[int](), Counter[int]()
-            true_drop = Ledger.drop
+            true_drop, true_remove = PageTable.drop, DiskMap.remove_chunk
 
-            def drop(self: Ledger, key: PageKey) -> bool:
+            def drop(self: PageTable, key: PageKey) -> bool:
                 dropped[turn] += 1
                 return true_drop(self, key)
+
+            def remove(self: DiskMap, name: bytes) -> list[PageKey]:
+                keys = true_remove(self, name)
+                removed[turn] += len(keys)
+                return keys
 
             async def turns() -> None:
                 nonlocal turn
@@ -116,9 +122,8 @@ async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPat
                     turn += 1
                     await asyncio.sleep(0)
 
-            assert engine._disk is not None
-            engine._disk.map.on_removed = lambda key: removed.update([turn])
-            monkeypatch.setattr(Ledger, "drop", drop)
+            monkeypatch.setattr(DiskMap, "remove_chunk", remove)
+            monkeypatch.setattr(PageTable, "drop", drop)
             others = asyncio.ensure_future(turns())
             assert await engine.clear(TENANT, b"") == 32
             others.cancel()

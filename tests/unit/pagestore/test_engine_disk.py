@@ -11,7 +11,7 @@ from kvpool.core.errors import PageCorrupt, StoreFault
 from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine_flights import Source
 from tests.fixtures.pagestore import (
     KEYSPACE,

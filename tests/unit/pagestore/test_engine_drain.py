@@ -195,7 +195,7 @@ async def test_pages_that_are_evicted_between_the_question_and_the_copy_are_nobo
         async def forget(keys: list[PageKey]) -> None:
             disk.discard(keys)
             for key in keys:
-                engine._ledger.drop(key)
+                engine._table.drop(key)
 
         loop = asyncio.get_running_loop()
         cluster.members[1].refuse = evict
@@ -210,7 +210,7 @@ async def test_a_page_that_is_here_already_but_not_durable_is_made_durable_befor
         await fill(cluster, 1)
         second = cluster.members[1].run.engine
         assert second._disk is not None
-        second._disk.discard([record.key for record in second._ledger.ready_pages()])
+        second._disk.discard([record.key for record in second._table.ready_pages()])
         await eventually(lambda: cluster.holders_of(0) == [0])
         assert (await drained(cluster))[-1].moved_pages == len(PAGES)
         assert all(cluster.holders_of(number) == [1] for number in PAGES)

@@ -121,7 +121,7 @@ async def test_a_page_given_up_while_a_slot_is_sought_for_it_is_not_read(
 
             async def find_later(*arguments: Any) -> Any:
                 assert evicting._disk is not None
-                evicting._disk.forget(page_key(1))  # as evict does; the bytes are still there
+                evicting._disk.forget((page_key(1),))  # as evict does; the bytes are still there
                 return await find(*arguments)
 
             monkeypatch.setattr(space, "find", find_later)

@@ -11,7 +11,7 @@ from kvpool.core.errors import Overloaded
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import SegmentState
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import ReserveItem
@@ -120,7 +120,7 @@ async def test_segments_of_an_earlier_process_are_given_back_after_the_queue_was
             await store(running, peer, range(16))
             session_file = running.engine.sessions.descriptor(peer.token, 0)
             for segment_id in {
-                one.segment_id for one in running.engine._ledger.space.segments if one.state is SegmentState.LIVE
+                one.segment_id for one in running.engine._table.space.segments if one.state is SegmentState.LIVE
             }:
                 running.engine.sessions.descriptor(peer.token, segment_id)
         os.close(session_file.fd)  # the peer ends

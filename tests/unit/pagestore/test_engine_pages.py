@@ -17,7 +17,7 @@ from kvpool.core.errors import (
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.outcome import Admission, Tier
 from kvpool.testing import eventually
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import WantedPage
 from kvpool_pagestore.engine_sessions import SessionRequest

@@ -17,7 +17,7 @@ from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
 from kvpool.testing.waiting import eventually
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.quota import QuotaBook, Shortfall
 from kvpool_pagestore.core.slots import Slot, SlotState
 from kvpool_pagestore.engine_flights import Source
@@ -270,7 +270,7 @@ async def test_a_write_through_page_that_a_peer_brought_first_is_durable_at_its_
             source = RemoteSource(node_id=b"o" * 16, incarnation=7, bulk_endpoint="owner:1")
             assert (await acquire_one(running, peer, wanted(1, source))).source is Source.REMOTE
             assert await running.engine.pages.commit(peer, [grant.lease_id]) == [None]
-            assert [page.metadata.priority for page in stored(world.memory)] == [9]
+            assert [page.metadata.priority for page in stored_pages(world.memory)] == [9]
 
 
 async def test_a_changed_policy_is_applied_in_bounded_steps_and_announces_what_is_there(
@@ -301,7 +301,7 @@ async def test_a_changed_policy_is_applied_in_bounded_steps_and_announces_what_i
             running.engine.policies.version_seen(1)
             # A page that leaves while the change is applied is taken back, too.
             await eventually(lambda: looks)
-            running.engine._ledger.drop(page_key(31))
+            running.engine._table.drop(page_key(31))
             await eventually(lambda: len(looks) >= 31)
             counting.cancel()
             assert max(Counter(looks).values()) <= 4

@@ -14,7 +14,7 @@ from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import ArenaFull, InvalidRequest, SessionUnknown
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.testing import eventually
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import SegmentState
 from kvpool_pagestore.engine_pages import ReserveItem
 from kvpool_pagestore.engine_sessions import PeerSession
@@ -62,11 +62,11 @@ async def test_the_whole_budget_is_prepared_and_used_without_another_segment(cap
             assert gauges.arena_prepared_bytes == gauges.arena_segment_bytes == ARENA_BYTES
             assert gauges.arena_prepare_seconds > 0 and gauges.arena_used_bytes == 0
             assert "the arena is prepared" in caplog.text
-            made = {one.segment_id for one in running.engine._ledger.space.segments}
+            made = {one.segment_id for one in running.engine._table.space.segments}
             peer = await open_session(running)
             assert await store(running, peer, range(32)) == [None] * 32
             assert (await acquire_one(running, peer, wanted(3))).grant is not None
-            assert {one.segment_id for one in running.engine._ledger.space.segments} == made
+            assert {one.segment_id for one in running.engine._table.space.segments} == made
 
 
 async def test_a_segment_that_cannot_be_made_is_said_once_and_the_rest_is_made_on_demand(
@@ -121,7 +121,7 @@ async def test_segments_of_an_earlier_process_count_and_their_room_is_prepared_o
                 await store(running, peer, [1])
                 session_id = peer.session.session_id
                 session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
-                (segment,) = running.engine._ledger.space.segments
+                (segment,) = running.engine._table.space.segments
                 running.engine.sessions.descriptor(peer.token, segment.segment_id)
                 raise RuntimeError("crash")
         async with running_engine(world) as running:
@@ -149,7 +149,7 @@ async def test_a_lone_tenant_gets_all_there_is_and_maps_it_ahead() -> None:
             for segment_id in segment_ids:
                 assert running.engine.sessions.descriptor(peer.token, segment_id).size_bytes == SEGMENT_BYTES
             assert await store(running, peer, range(32)) == [None] * 32
-            assert {one.state for one in running.engine._ledger.space.segments} == {SegmentState.LIVE}
+            assert {one.state for one in running.engine._table.space.segments} == {SegmentState.LIVE}
 
 
 async def test_a_tenant_beside_another_gets_half_of_what_is_free() -> None:
@@ -311,7 +311,7 @@ async def test_after_a_crash_only_what_peers_may_map_is_held_back_and_the_rest_i
         session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
         assert await store(running, peer, [1]) == [None]
         await running.engine.flush(TENANT, b"")
-        mapped = next(one for one in running.engine._ledger.space.segments if one.state is SegmentState.LIVE)
+        mapped = next(one for one in running.engine._table.space.segments if one.state is SegmentState.LIVE)
         running.engine.sessions.descriptor(peer.token, mapped.segment_id)
         # As a kill would leave it: nothing is closed but what the kernel closes.
         running.arena.close(remove=False)

@@ -121,7 +121,7 @@ async def test_a_copy_in_staging_does_not_count_for_a_durable_page() -> None:
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
         second = cluster.members[1].run.engine
         assert second._disk is not None
-        second._disk.discard([record.key for record in second._ledger.ready_pages()])
+        second._disk.discard([record.key for record in second._table.ready_pages()])
         await eventually(lambda: cluster.holders_of(0) == [0] and cluster.members[1].has(0, Tier.STAGING))
         await cluster.members[0].run.engine.movement.sweep.sweep()
         assert all(cluster.holders_of(number) == [0, 1] for number in PAGES), "it is made durable where it is staged"

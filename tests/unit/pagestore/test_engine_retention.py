@@ -16,7 +16,7 @@ from kvpool.core.payload import payload_bytes
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.retention import PINNED_FOREVER_US, Retention
 from kvpool.testing import ManualClock, eventually
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem
 from kvpool_pagestore.engine_sessions import PeerSession
 from tests.fixtures.pagestore import (
@@ -258,21 +258,22 @@ async def test_what_happens_to_other_chunks_while_many_are_pinned_is_not_undone(
             for number in (0, 1, 19):
                 await put(running, peer, number, pinned_until_us=0 if pinned else 1 << 60)
             await put(running, peer, 2)
-            keys_of = retained._keys
+            table = running.engine._table
+            keys_of = table.keys
 
-            def keys_later(name: bytes) -> list[PageKey]:
-                if name.endswith(page_key(19).chunk_hash) and retained._ledger.find(page_key(0)) is not None:
-                    retained._ledger.drop(page_key(0))
+            def keys_later(keyspace: bytes, chunk_hash: bytes) -> list[PageKey]:
+                if chunk_hash == page_key(19).chunk_hash and table.find(page_key(0)) is not None:
+                    table.drop(page_key(0))
                     longer = replace(metadata(1), priority=7)
                     assert retained.extend(page_key(1), PAGE_BYTES, longer, []) is None
-                return keys_of(name)
+                return keys_of(keyspace, chunk_hash)
 
-            monkeypatch.setattr(retained, "_keys", keys_later)
+            monkeypatch.setattr(table, "keys", keys_later)
             hashes = [page_key(number).chunk_hash for number in range(20) if number != 2]
             until_us = 1 << 60 if pinned else 0
             assert await retained.pin(TENANT, KEYSPACE, hashes, until_us) == 2
             assert retained.pinned_bytes == (2 * PAGE_BYTES if pinned else 0), "a page that has gone counts no more"
-            kept = retained._kept(page_key(1))
+            kept = table.metadata(page_key(1))
             assert kept is not None and (kept.priority, kept.pinned_until_us) == (7, until_us)
 
 

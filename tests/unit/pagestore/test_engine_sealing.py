@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from kvpool.core.errors import InvalidRequest, Overloaded, PageCorrupt
 from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
 from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import eventually
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine_bulk import EngineBulkGateway
 from kvpool_pagestore.engine_moving import Purpose
 from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.ports import PushItem
 from kvpool_pagestore.ports_bulk import ReadGrant
+from kvpool_server.executor import BoundedExecutor
 from tests.fixtures.pagestore import (
     KEYSPACE,
     KEYSPACES,
@@ -240,15 +242,13 @@ async def test_a_page_that_cannot_be_sealed_now_is_a_miss_for_a_plain_reader_and
     with new_world(disk=False) as world:
         async with running_engine(world) as running:
             await store_unsealed(running, await trusting(running), [1])
-            run = running.engine._sealing._workers.run
 
             async def refuse(*args: object) -> object:
                 raise Overloaded("no room in the queue")
 
-            running.engine._sealing._workers.run = refuse  # type: ignore[method-assign,assignment]
-            answer = await acquire_one(running, await open_session(running), wanted(1))
+            with mock.patch.object(BoundedExecutor, "run", refuse):
+                answer = await acquire_one(running, await open_session(running), wanted(1))
             assert answer.grant is None and isinstance(answer.error, Overloaded)
-            running.engine._sealing._workers.run = run  # type: ignore[method-assign]
             answer = await acquire_one(running, await open_session(running), wanted(1))
             assert answer.grant is not None and is_whole(page_of(running, answer.grant.slot), 1)
 

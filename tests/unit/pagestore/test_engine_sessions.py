@@ -17,7 +17,7 @@ from kvpool.core.errors import (
     StaleIncarnation,
 )
 from kvpool.testing import ManualClock, eventually
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine_sessions import PeerSession, SessionRequest
 from tests.fixtures.pagestore import SLOT_BYTES, TENANT, Running, new_world, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
@@ -65,7 +65,7 @@ async def test_slots_of_a_vanished_peer_wait_for_its_process_and_the_grace() -> 
             await running.engine._quarantine.settle()
             assert running.engine.gauges().arena_quarantined_bytes == SLOT_BYTES
             os.close(fd)  # the peer's process is gone
-            await eventually(lambda: running.engine._ledger.sessions.ended[0].gone_s is not None)
+            await eventually(lambda: running.engine._table.sessions.ended[0].gone_s is not None)
             assert running.engine.gauges().arena_quarantined_bytes == SLOT_BYTES
             clock.advance(1.0)
             await eventually(lambda: running.engine.gauges().arena_quarantined_bytes == 0)
@@ -170,7 +170,7 @@ async def test_after_a_crash_old_segments_count_until_their_peers_are_gone() -> 
         fd = take_session_file(running, peer)
         await store(running, peer, [1])
         await running.engine.flush(TENANT, b"")
-        for segment in running.engine._ledger.space.segments:
+        for segment in running.engine._table.space.segments:
             running.engine.sessions.descriptor(peer.token, segment.segment_id)
         old_bytes = running.engine.gauges().arena_segment_bytes
         assert old_bytes > 0

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvpool.core.clock import SystemClock
-from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
+from kvpool_pagestore.core.admission import AdmissionRules
+from kvpool_pagestore.core.events import PageEvents
+from kvpool_pagestore.core.page_table import ArenaLimits, PageTable
 from kvpool_pagestore.core.slots import Slot, SlotState, SpaceNeed
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
@@ -50,14 +52,14 @@ class WorkersWithAnOnlooker:
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_segment_that_is_full_as_soon_as_it_is_made_hides_no_room(turns: int) -> None:
-    limits = LedgerLimits(
+    limits = ArenaLimits(
         arena_bytes=4 * SLOTS_A_SEGMENT * SLOT_BYTES,
         segment_bytes=SLOTS_A_SEGMENT * SLOT_BYTES,
         writer_bytes=1 << 30,
         first_segment_id=1,
         grace_s=1,
     )
-    ledger = Ledger(limits, lambda record, present: None)
+    ledger = PageTable(limits, PageEvents(), AdmissionRules(), lambda: 0)
     workers, arena, tasks = WorkersWithAnOnlooker(), NamedSegments(), EngineTasks()
     space = ArenaSpace(ledger, arena, workers, tasks, SystemClock())  # type: ignore[arg-type]
 

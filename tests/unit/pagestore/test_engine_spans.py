@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import ManualClock
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool_pagestore.core.slots import SegmentState
+from kvpool_pagestore.engine_drain import Drain
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.engine_spans import SOURCE_NUMBERS
@@ -75,7 +77,7 @@ async def test_segments_are_made_while_a_span_is_reserved() -> None:
             assert granted.pages.tolist() == list(range(30))
             assert len(set(granted.segment_ids.tolist())) == 4
             assert len(set(zip(granted.segment_ids.tolist(), granted.offsets.tolist(), strict=True))) == 30
-            live = [one for one in running.engine._ledger.space.segments if one.state is SegmentState.LIVE]
+            live = [one for one in running.engine._table.space.segments if one.state is SegmentState.LIVE]
             assert sum(one.size_bytes for one in live) <= running.config.arena_bytes
 
 
@@ -161,8 +163,19 @@ async def test_a_node_that_takes_no_pages_names_what_it_has() -> None:
             peer = await open_session(running)
             await store(running, peer, page_span(0, 2))
             await running.engine.flush(TENANT, b"")
-            running.engine.pages.refuses = lambda: Draining("draining")
-            answer = await running.engine.spans.reserve(peer, page_span(0, 3))
+            with mock.patch.object(Drain, "refuses_pages", True):
+                answer = await running.engine.spans.reserve(peer, page_span(0, 3))
+            assert answer.exists.tolist() == [0, 1]
+            assert [type(error) for _, error in answer.failed] == [Draining]
+
+
+async def test_a_node_that_takes_no_pages_names_what_is_staged_and_not_yet_on_disk() -> None:
+    with new_world(disk=False) as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, page_span(0, 2))
+            with mock.patch.object(Drain, "refuses_pages", True):
+                answer = await running.engine.spans.reserve(peer, page_span(0, 3))
             assert answer.exists.tolist() == [0, 1]
             assert [type(error) for _, error in answer.failed] == [Draining]
 
@@ -202,4 +215,4 @@ async def test_spans_and_items_name_the_same_pages() -> None:
             assert all(one.grant is not None for one in await acquire(running, peer, [wanted(3), wanted(6)]))
             with pytest.raises(InvalidRequest, match="shards"):
                 await running.engine.spans.reserve(peer, page_span(0, 1, shards=page_span(0, 1).shards + 3))
-            assert running.engine._ledger.find(page_key(5)) is not None
+            assert running.engine._table.find(page_key(5)) is not None

@@ -18,7 +18,7 @@ from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
 from kvpool_pagestore import engine_writeback
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_evict import WantedGone

@@ -6,14 +6,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.core.grid import shards_in
 from kvpool.core.location_digest import ChunkPlaces
 from kvpool.core.outcome import Tier
 from kvpool_pagestore.core import disk_map as disk_map_module
+from kvpool_pagestore.core.admission import AdmissionRules
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.locations import LocationBuffer
-from kvpool_pagestore.engine_locations import Announcer, NodeTruth, StagedChunk
+from kvpool_pagestore.core.page_table import ArenaLimits, PageTable
+from kvpool_pagestore.core.sessions import Session
+from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
+from kvpool_pagestore.engine_locations import Announcer, NodeTruth
 from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, RecordingIndex, metadata, page_key
+
+
+def table_with(staged_shards: int, disk_map: DiskMap | None = None) -> PageTable:
+    """A page table with these shards of page 17's chunk in staging."""
+    limits = ArenaLimits(
+        arena_bytes=1 << 20, segment_bytes=1 << 16, first_segment_id=1, writer_bytes=1 << 20, grace_s=1.0
+    )
+    table = PageTable(limits, PageEvents(), AdmissionRules(), lambda: 0, disk_map)
+    session = Session(b"s" * 16, TENANT, "peer", max_leases=8)
+    for shard in shards_in(staged_shards):
+        record = PageRecord(page_key(17, shard=shard), 4096, metadata(17))
+        if table.reserve_slot(session, record, 4096) is SpaceNeed.SEGMENT:
+            segment = table.space.plan_segment(TENANT, 4096)
+            assert segment is not None
+            table.space.segment_made(segment)
+            table.reserve_slot(session, record, 4096)
+        slot = table.begin_commit(session, session.last_lease_id)
+        assert isinstance(slot, Slot) and table.finish_commit(slot, verified=True, dirty=False)
+    return table
 
 
 def test_changes_of_a_chunk_are_merged_and_named_by_their_group() -> None:
@@ -40,11 +65,9 @@ def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -
     """The grid of the fixtures' keyspace has one shard of both heads and one of each."""
     book = KeyspaceBook()
     book.admit(TENANT, KEYSPACE, SPEC)
-    chunk, head = page_key(17).chunk_hash, metadata(17).group_head_hash
+    chunk = page_key(17).chunk_hash
     for staged in (0b001, 0b010, 0b111):
-        announcer = Announcer(RecordingIndex())
-        announcer.staged[KEYSPACE + chunk] = StagedChunk(head, staged)
-        truth = NodeTruth(announcer, None, book)
+        truth = NodeTruth(Announcer(RecordingIndex()), table_with(staged), book)
         (held,) = truth.locate(KEYSPACE, chunk)
         assert (held.shards, held.full_shards) == ((0, staged, 0), 0b001)
         ((change,),) = truth.of_keyspace(KEYSPACE)
@@ -53,14 +76,14 @@ def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -
 
 def test_what_is_on_disk_is_listed_though_pages_come_and_go_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_map_module, "_PLACED_ROWS", 5)
-    disk_map = DiskMap(lambda key: 1)
+    disk_map = DiskMap(lambda key: 1, PageEvents(), lambda: 0)
     for number in range(20):
         disk_map.add(page_key(number), metadata(number))
-    chunks = NodeTruth(Announcer(RecordingIndex()), disk_map, KeyspaceBook()).chunks()
+    chunks = NodeTruth(Announcer(RecordingIndex()), table_with(0, disk_map), KeyspaceBook()).chunks()
     found = hashes(next(chunks))
     assert len(found) == 5
     disk_map.add(page_key(20), metadata(20))
-    disk_map.remove(page_key(19))
+    disk_map.remove((page_key(19),))
     for places in chunks:
         found |= hashes(places)
     assert found >= {page_key(number).chunk_hash for number in range(19)}

@@ -18,11 +18,13 @@ class Table:
 
     def __init__(self, capacity_bytes: int = 64 * KIB, segment_bytes: int = 16 * KIB) -> None:
         self.evicted: list[int] = []
+        self.now_us = 0
         self.space = SegmentTable(
             capacity_bytes=capacity_bytes,
             segment_bytes=segment_bytes,
             first_segment_id=10,
             on_evict=lambda slot: self.evicted.append(slot.page.metadata.chunk_index),
+            now_us=lambda: self.now_us,
         )
 
     def allocate(self, slot_bytes: int = 4 * KIB, tenant: str = "a") -> Slot | SpaceNeed:
@@ -40,7 +42,7 @@ class Table:
         assert isinstance(slot, Slot)
         self.space.occupy(slot, SlotState.READY)
         slot.record = PageRecord(page_key(number), slot_bytes, metadata(number))
-        self.space.settle(slot)
+        self.space.update_evictable(slot)
         self.space.touch(slot)
         return slot
 
@@ -55,7 +57,7 @@ def test_the_budget_is_filled_before_anything_is_evicted_then_the_oldest_goes() 
     assert table.space.segment_total_bytes == 64 * KIB and not table.evicted
     table.space.touch(slots[0])
     slots[1].readers = 1
-    table.space.settle(slots[1])
+    table.space.update_evictable(slots[1])
     table.page(1000)
     table.page(2000)
     assert table.evicted == [2 * 16, 3 * 16]
@@ -65,13 +67,13 @@ def test_the_end_of_a_chain_goes_and_a_page_in_use_keeps_those_before_it() -> No
     table = Table()
     slots = [table.page(number) for number in range(16)]
     slots[14].readers = 1
-    table.space.settle(slots[14])
+    table.space.update_evictable(slots[14])
     table.page(100)
     assert table.evicted == [15]
     table.page(200)
     assert table.evicted == [15, 100], "pages 0 to 13 come before one that is being read"
     slots[14].readers = 0
-    table.space.settle(slots[14])
+    table.space.update_evictable(slots[14])
     table.page(300)
     assert table.evicted[2] in (14, 200)
 
@@ -80,15 +82,13 @@ def test_a_chain_that_fills_the_arena_gives_up_its_head_while_its_end_is_in_use(
     table = Table(capacity_bytes=16 * KIB)
     slots = [table.page(number) for number in range(4)]
     slots[3].readers = 1
-    table.space.settle(slots[3])
+    table.space.update_evictable(slots[3])
     table.page(100)
     assert table.evicted == [0]
 
 
 def test_a_pinned_page_stays_and_keeps_its_segment() -> None:
     table = Table(capacity_bytes=16 * KIB)
-    now_us = [0]
-    table.space.now_us = lambda: now_us[0]
     slots = [table.page(number * 16) for number in range(4)]
     assert slots[0].record is not None
     slots[0].record = replace(slots[0].record, metadata=replace(metadata(0), pinned_until_us=50))
@@ -96,15 +96,15 @@ def test_a_pinned_page_stays_and_keeps_its_segment() -> None:
     table.page(100)
     assert table.evicted == [16]
     assert table.allocate(16 * KIB) is SpaceNeed.FULL
-    now_us[0] = 50
+    table.now_us = 50
     assert isinstance(table.allocate(16 * KIB), Slot)
 
 
 def test_a_page_that_was_dropped_while_in_use_is_no_victim() -> None:
     table = Table(capacity_bytes=16 * KIB)
     slots = [table.page(16 * number) for number in range(4)]
-    slots[0].readers, slots[0].doomed = 1, True
-    table.space.settle(slots[0])
+    slots[0].readers, slots[0].deleted = 1, True
+    table.space.update_evictable(slots[0])
     table.page(100)
     slots[0].readers = 0
     table.space.free(slots[0])
@@ -139,7 +139,7 @@ def test_a_segment_in_use_is_left_alone() -> None:
     slots = [table.page(number) for number in range(16)]
     for slot in slots[::4]:
         slot.pins = 1
-        table.space.settle(slot)
+        table.space.update_evictable(slot)
     assert table.allocate(16 * KIB) is SpaceNeed.FULL
     assert not table.evicted
 
@@ -324,14 +324,14 @@ def test_a_full_arena_is_not_walked_for_each_slot(monkeypatch: pytest.MonkeyPatc
     held = [table.page(number, 16 * KIB) for number in range(count)]
     for slot in held:
         slot.readers = 1
-        table.space.settle(slot)
+        table.space.update_evictable(slot)
     assert table.allocate(8 * KIB) is SpaceNeed.FULL
     monkeypatch.setattr(Segment, "all_idle", property(counted))
     for _ in range(100):
         assert table.allocate(8 * KIB) is SpaceNeed.FULL
     assert looks == 0
     held[7].readers = 0
-    table.space.settle(held[7])
+    table.space.update_evictable(held[7])
     assert isinstance(table.allocate(8 * KIB), Slot) and table.evicted == [7]
     assert looks <= 8
 
@@ -345,7 +345,7 @@ def test_pages_in_use_are_not_walked_for_each_slot_of_their_size(monkeypatch: py
         else:
             slot.record = replace(slot.page, metadata=replace(slot.page.metadata, pinned_until_us=50))
             table.space.retain(slot)
-        table.space.settle(slot)
+        table.space.update_evictable(slot)
     looks = 0
     true_page = Slot.page.fget  # type: ignore[attr-defined]  # a property
 
@@ -359,13 +359,12 @@ def test_pages_in_use_are_not_walked_for_each_slot_of_their_size(monkeypatch: py
     for _ in range(100):
         assert table.allocate() is SpaceNeed.FULL
     assert looks <= 2
-    table.space.now_us = lambda: 50
+    table.now_us = 50
     assert isinstance(table.allocate(), Slot) and table.evicted == [0]
 
 
 def test_segments_that_are_passed_over_for_their_pins_come_back_with_the_end_of_the_pins() -> None:
-    table, now_us = Table(), [0]
-    table.space.now_us = lambda: now_us[0]
+    table = Table()
     slots = [table.page(number, 16 * KIB) for number in range(4)]
     for number, slot in enumerate(slots):
         slot.record = replace(slot.page, metadata=replace(slot.page.metadata, pinned_until_us=100 - 10 * number))
@@ -375,6 +374,6 @@ def test_segments_that_are_passed_over_for_their_pins_come_back_with_the_end_of_
     table.space.retain(slots[0])
     assert isinstance(table.allocate(8 * KIB), Slot) and table.evicted == [0], "unpinned"
     assert table.allocate(16 * KIB) is SpaceNeed.FULL
-    now_us[0] = 70
+    table.now_us = 70
     table.page(10, 16 * KIB)
     assert table.evicted == [0, 3], "its pin has ended"

@@ -83,7 +83,7 @@ def test_a_failed_page_is_tried_again_later_and_later() -> None:
 def test_pages_that_were_dropped_are_not_written() -> None:
     gone, cleared, kept = slot(1), slot(2), slot(3)
     waiting = queue(gone, cleared, kept)
-    gone.record, cleared.doomed = None, True
+    gone.record, cleared.deleted = None, True
     assert numbers(waiting.next_batch(1.0)) == [3]
     assert [page.state for page in waiting.pending] == [WriteState.WRITING]
 

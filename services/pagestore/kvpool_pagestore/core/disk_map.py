@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain, pairwise
@@ -17,6 +17,7 @@ from kvpool.core.grid import shards_in
 from kvpool.core.location_digest import ChunkPlaces
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.chunk_columns import HASH_BYTES, NAME_BYTES, ChunkColumns, FoundChunks
+from kvpool_pagestore.core.events import BytesHeld, PageEvents, PagesLeft
 from kvpool_pagestore.core.eviction import EvictionPolicy
 from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
 from kvpool_pagestore.core.retained import retention_of
@@ -28,7 +29,7 @@ _PLACED_ROWS: Final = 1 << 16  # a step of 10 ms; what it gathers for each range
 _MANY: Final = 1 << 62
 
 PageBytes = Callable[[PageKey], int]
-"""Exact bytes of a page; a pure function of its keyspace and shard."""
+"""What a page counts on disk; a pure function of its keyspace and shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,25 @@ class DiskMap:
     Some 160 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
     """
 
-    def __init__(self, page_bytes: PageBytes) -> None:
+    def __init__(self, page_bytes: PageBytes, events: PageEvents, now_us: Callable[[], int]) -> None:
         self._page_bytes = page_bytes
-        self.on_bytes: Callable[[bytes, int], None] = lambda keyspace, size_bytes: None  # pages came (> 0) or went
-        self.on_removed: Callable[[PageKey], None] = lambda key: None
-        self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life
+        self._known_bytes: dict[tuple[bytes, int], int] = {}  # by keyspace and shard
+        self._events = events
+        self._now_us = now_us  # wall time, for pins and ends of life
         self._rows = _ChunkRows()
         self._policy: EvictionPolicy[bytes] = EvictionPolicy(self._rows)  # a keyspace is a domain
         self._kept = ChunkColumns()
         self._chosen: list[bytes] = []  # by the last call of `oldest`
         self.page_count = 0
         self.size_bytes = 0  # of pages; keys, indexes and logs of the store come on top
+
+    def page_bytes(self, key: PageKey) -> int:
+        """What a page counts towards the budget of the disk, and towards quotas."""
+        at = (key.keyspace, key.shard)
+        size_bytes = self._known_bytes.get(at)
+        if size_bytes is None:
+            size_bytes = self._known_bytes[at] = self._page_bytes(key)
+        return size_bytes
 
     def __contains__(self, key: PageKey) -> bool:
         row = self._find(key.keyspace + key.chunk_hash)
@@ -99,7 +108,7 @@ class DiskMap:
             return False
         self._rows.shards[row] |= 1 << key.shard
         self.page_count += 1
-        self._count(key, self._page_bytes(key))
+        self._count(key, self.page_bytes(key))
         return True
 
     def restore(self, found: FoundChunks) -> None:
@@ -117,7 +126,7 @@ class DiskMap:
         for kind, count in found.page_counts.items():
             self.page_count += count
             key = PageKey(kind.keyspace, bytes(HASH_BYTES), kind.shard)
-            self._count(key, count * self._page_bytes(key))
+            self._count(key, count * self.page_bytes(key))
 
     def metadata(self, key: PageKey) -> PageMetadata | None:
         """What is kept beside a page, or None if the page is not on disk."""
@@ -175,28 +184,29 @@ class DiskMap:
         """The page was used."""
         self._policy.touch(key.keyspace + key.chunk_hash)
 
-    def remove(self, key: PageKey) -> bool:
-        """The page is gone or worthless. False if it was not there."""
-        name = key.keyspace + key.chunk_hash
-        row = self._find(name)
-        if row < 0 or not self._rows.shards[row] >> key.shard & 1:
-            return False
-        self._rows.shards[row] &= ~(1 << key.shard)
-        self.page_count -= 1
-        self._count(key, -self._page_bytes(key))
-        if not self._rows.shards[row]:
-            self._kept.forget(row)
-            self._policy.remove(name)
-        self.on_removed(key)
-        return True
+    def remove(self, keys: Iterable[PageKey]) -> list[tuple[PageKey, bytes]]:
+        """Pages are gone or worthless. Return those that were here, each with the head of its chain group."""
+        removed: list[tuple[PageKey, bytes]] = []
+        for key in keys:
+            name = key.keyspace + key.chunk_hash
+            row = self._find(name)
+            if row < 0 or not self._rows.shards[row] >> key.shard & 1:
+                continue
+            removed.append((key, self._kept.head(row)))
+            self._rows.shards[row] &= ~(1 << key.shard)
+            self.page_count -= 1
+            self._count(key, -self.page_bytes(key))
+            if not self._rows.shards[row]:
+                self._kept.forget(row)
+                self._policy.remove(name)
+        if removed:
+            self._events.publish(PagesLeft([key for key, _ in removed]))
+        return removed
 
     def remove_chunk(self, name: bytes) -> list[PageKey]:
         """Forget all pages of a chunk, named as by `names`; which they were."""
         row = self._find(name)
-        keys = self._chunk(row).keys if row >= 0 else []
-        for key in keys:
-            self.remove(key)
-        return keys
+        return [key for key, _ in self.remove(self._chunk(row).keys)] if row >= 0 else []
 
     def oldest(
         self,
@@ -213,20 +223,20 @@ class DiskMap:
         """
         self._put_back_chosen()
         chosen: list[DiskChunk] = []
-        now_us = self.now_us()
+        now_us = self._now_us()
         while free_bytes > 0 and len(chosen) < max_chunks:
             name = self._policy.evict(now_us, domains=keyspaces, spare=lambda name: any(map(spare, self._keys(name))))
             if name is None:
                 break
             self._chosen.append(name)
             chosen.append(chunk := self._chunk(self._rows.find(name)))
-            free_bytes -= sum(self._page_bytes(key) for key in chunk.keys)
+            free_bytes -= sum(self.page_bytes(key) for key in chunk.keys)
         return chosen
 
     def oldest_of_all(self, free_bytes: int, max_chunks: int = _MANY) -> list[DiskChunk]:
         """As `oldest`, but where nothing else may go, pinned chunks too, those first whose pins end first."""
         chosen = self.oldest(free_bytes, lambda key: False, max_chunks=max_chunks)
-        free_bytes -= sum(self._page_bytes(key) for chunk in chosen for key in chunk.keys)
+        free_bytes -= sum(self.page_bytes(key) for chunk in chosen for key in chunk.keys)
         if free_bytes <= 0 or len(chosen) >= max_chunks:
             return chosen
         names = set(self._chosen)
@@ -241,7 +251,7 @@ class DiskMap:
             if free_bytes <= 0:
                 break
             chosen.append(chunk)
-            free_bytes -= sum(self._page_bytes(key) for key in chunk.keys)
+            free_bytes -= sum(self.page_bytes(key) for key in chunk.keys)
         return chosen
 
     def chunks(self) -> Iterator[DiskChunk]:
@@ -290,7 +300,7 @@ class DiskMap:
 
     def _count(self, key: PageKey, size_bytes: int) -> None:
         self.size_bytes += size_bytes
-        self.on_bytes(key.keyspace, size_bytes)
+        self._events.publish(BytesHeld(key.keyspace, size_bytes))
 
 
 def _keyspaces(names: npt.NDArray[np.uint8]) -> list[tuple[bytes, int, int]]:

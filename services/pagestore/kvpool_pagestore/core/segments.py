@@ -12,26 +12,83 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 
 from kvpool.core.page import SLOT_ALIGNMENT_BYTES
 from kvpool_pagestore.core.eviction import EvictionPolicy
+from kvpool_pagestore.core.key_rows import PackedRows
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
-from kvpool_pagestore.core.victims import walk
 
+_NAME_BYTES = 34  # of a page, see Slot.name
 _LEAST_PREPARED_BYTES = 2 << 20  # a smaller rest of the budget is left to whatever needs it
 
 
-@dataclass(slots=True)
-class _SizeClass:
-    """The slots of one tenant and size. `pages` has the visible pages in them, and `slots` where each is."""
+class _SlotRows(PackedRows):
+    """Rows of page names, each with the page's slot; the policy lets go of none that has one."""
 
-    pages: EvictionPolicy[bytes]
-    slots: dict[bytes, Slot] = field(default_factory=dict)
-    open: dict[int, Segment] = field(default_factory=dict)  # segments with a free slot, by id
-    idle: dict[int, Segment] = field(default_factory=dict)  # segments with an evictable slot, by id
-    pinned_until_us: int = 0  # all evictable slots are pinned until then, as of the last look; 0: not known
+    def __init__(self) -> None:
+        super().__init__(_NAME_BYTES)
+        self.slots: list[Slot | None] = []  # None: a page that is not here, but others of its chain are
+
+    def add(self, key: bytes) -> int:
+        row = super().add(key)
+        if row == len(self.slots):
+            self.slots.append(None)
+        return row
+
+    def remove(self, row: int) -> None:
+        if self.slots[row] is None:
+            super().remove(row)
+
+    def slot(self, name: bytes) -> Slot:
+        """Return the slot of a page that is here."""
+        slot = self.slots[self.find(name)]
+        assert slot is not None
+        return slot
+
+
+class _SizeClass:
+    """The slots of one tenant and size. `pages` ranks the visible pages in them, by the names that `rows` has."""
+
+    def __init__(self) -> None:
+        self.rows = _SlotRows()
+        self.pages: EvictionPolicy[bytes] = EvictionPolicy(self.rows)
+        self.open: dict[int, Segment] = {}  # segments with a free slot, by id
+        self.idle: dict[int, Segment] = {}  # segments with an evictable slot, by id
+        self.pinned_until_us = 0  # all evictable slots are pinned until then, as of the last look; 0: not known
+
+    def victims(self, keyspaces: Collection[bytes], spare: Callable[[Slot], bool], now_us: int) -> Generator[Slot]:
+        """Pages of these keyspaces in the order of the policy, none that is spared. Free each, then ask for the next.
+
+        A page that is spared is asked about once: it is held until the walk ends, so that the policy does not come by
+        it again for each victim. Close the walk when it has brought enough.
+        """
+        passed: list[Slot] = []
+        new: list[Slot] = []
+
+        def spared(name: bytes) -> bool:
+            slot = self.rows.slot(name)
+            if not spare(slot):
+                return False
+            new.append(slot)
+            return True
+
+        try:
+            while (name := self.pages.evict(now_us, domains=keyspaces, spare=spared)) is not None:
+                for slot in new:
+                    self.pages.hold(slot.name)
+                passed += new
+                new.clear()
+                yield self.rows.slot(name)
+            # Every other end of a chain is in use or spared: gaps in chains are better than no room at all.
+            present = [slot for slot in self.rows.slots if slot is not None and slot.page.key.keyspace in keyspaces]
+            for slot in present:
+                if slot.idle and slot.page.metadata.pinned_until_us <= now_us and not spare(slot):
+                    yield slot
+        finally:
+            for slot in passed:
+                if slot.idle:
+                    self.pages.release(slot.name)
 
 
 class _IdleSegments:
@@ -79,6 +136,7 @@ class SegmentTable:
         segment_bytes: int,
         first_segment_id: int,
         on_evict: Callable[[Slot], None],
+        now_us: Callable[[], int],
     ) -> None:
         if not 0 < segment_bytes <= capacity_bytes:
             raise ValueError(f"need 0 < segment_bytes <= capacity_bytes, got {segment_bytes} and {capacity_bytes}")
@@ -90,7 +148,7 @@ class SegmentTable:
         self._segment_bytes = segment_bytes
         self._next_segment_id = first_segment_id
         self._on_evict = on_evict
-        self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life; set by the owner
+        self._now_us = now_us  # wall time, for pins and ends of life
         self._segments: dict[int, Segment] = {}
         self._classes: dict[tuple[str, int], _SizeClass] = {}
         self._unmade: dict[int, Segment] = {}
@@ -144,7 +202,7 @@ class SegmentTable:
         """Give a slot back. Only when nobody can touch its bytes any more."""
         assert slot.state is not SlotState.FREE and slot.unused
         self._leave(slot)
-        slot.state, slot.record, slot.dirty, slot.doomed, slot.sealed = SlotState.FREE, None, False, False, False
+        slot.state, slot.record, slot.dirty, slot.deleted, slot.sealed = SlotState.FREE, None, False, False, False
         self.used_bytes -= slot.size_bytes
         segment = slot.segment
         segment.free.append(slot.index)
@@ -157,16 +215,16 @@ class SegmentTable:
         """The page was used just now."""
         self._tick += 1
         slot.segment.last_used = self._tick
-        if slot.name:
-            self._class(slot.segment.tenant, slot.segment.slot_bytes).pages.touch(slot.name)
+        if slot.is_ranked:
+            self._class_of(slot).pages.touch(slot.name)
 
-    def settle(self, slot: Slot) -> None:
-        """Tell the policy of the page and whether it may go, as its state says. Call after every change of it."""
-        if slot.state is not SlotState.READY or slot.doomed:
+    def update_evictable(self, slot: Slot) -> None:
+        """Have the policy know the page and whether it may go, as its state says. Call after every change of it."""
+        if slot.state is not SlotState.READY or slot.deleted:
             self._leave(slot)
             return
         evictable = slot.evictable
-        if not slot.name:
+        if not slot.is_ranked:
             self._enter(slot, evictable)
         elif evictable != slot.idle:
             size_class = self._class_of(slot)
@@ -177,7 +235,7 @@ class SegmentTable:
                 size_class.pages.hold(slot.name)
 
     def hold(self, slot: Slot) -> None:
-        """A visible page has come into use: what `settle` would do, in less time."""
+        """A visible page has come into use: what `update_evictable` would do, in less time."""
         if slot.idle:
             size_class = self._class_of(slot)
             self._set_idle(slot, size_class, False)
@@ -185,18 +243,17 @@ class SegmentTable:
 
     def retain(self, slot: Slot) -> None:
         """The page's metadata says something else about how long it is to stay."""
-        if slot.name:
+        if slot.is_ranked:
             size_class = self._class_of(slot)
             size_class.pages.retain(slot.name, retention_of(slot.page.metadata))
             self._pins_changed(slot, size_class)
 
     def victims(self, keyspaces: Collection[bytes], spare: Callable[[Slot], bool]) -> Generator[Slot]:
         """Pages of these keyspaces to give up, sizes in turn, none that is spared. Free each, then ask for the next."""
-        now_us = self.now_us()
+        now_us = self._now_us()
         with ExitStack() as ending:
             left = [
-                ending.enter_context(closing(walk(one.pages, one.slots, keyspaces, spare, now_us)))
-                for one in self._classes.values()
+                ending.enter_context(closing(one.victims(keyspaces, spare, now_us))) for one in self._classes.values()
             ]
             while left:
                 for one in list(left):
@@ -206,16 +263,16 @@ class SegmentTable:
                     else:
                         yield slot
 
-    def add_ghost(self, slot: Slot) -> None:
+    def add_orphaned_lease(self, slot: Slot) -> None:
         """A session that held this slot ended abnormally."""
-        if not slot.ghosts:
+        if not slot.orphaned_leases:
             self.quarantined_bytes += slot.size_bytes
-        slot.ghosts += 1
+        slot.orphaned_leases += 1
 
-    def remove_ghost(self, slot: Slot) -> None:
+    def remove_orphaned_lease(self, slot: Slot) -> None:
         """That session can touch the slot no more."""
-        slot.ghosts -= 1
-        if not slot.ghosts:
+        slot.orphaned_leases -= 1
+        if not slot.orphaned_leases:
             self.quarantined_bytes -= slot.size_bytes
 
     # Segments
@@ -317,7 +374,7 @@ class SegmentTable:
     def _class(self, tenant: str, slot_bytes: int) -> _SizeClass:
         found = self._classes.get((tenant, slot_bytes))
         if found is None:
-            found = self._classes[tenant, slot_bytes] = _SizeClass(EvictionPolicy())
+            found = self._classes[tenant, slot_bytes] = _SizeClass()
         return found
 
     def _planned(self, tenant: str, size_bytes: int, slot_bytes: int) -> Segment:
@@ -362,30 +419,27 @@ class SegmentTable:
 
     def _enter(self, slot: Slot, evictable: bool) -> None:
         size_class = self._class_of(slot)
-        key, metadata = slot.page.key, slot.page.metadata
-        shard = bytes([key.shard])
-        slot.name = key.keyspace + key.chunk_hash + shard
-        size_class.slots[slot.name] = slot
-        parent = key.keyspace + metadata.parent_hash + shard if metadata.chunk_index else None
+        key, metadata, name = slot.page.key, slot.page.metadata, slot.name
+        parent = key.keyspace + metadata.parent_hash + name[-2:] if metadata.chunk_index else None
         retention = retention_of(metadata)
-        size_class.pages.insert(
-            slot.name, parent, position=metadata.chunk_index, domain=key.keyspace, retention=retention
-        )
+        size_class.pages.insert(name, parent, position=metadata.chunk_index, domain=key.keyspace, retention=retention)
+        size_class.rows.slots[size_class.rows.find(name)] = slot
+        slot.is_ranked = True
         if evictable:
             self._set_idle(slot, size_class, True)
         else:
-            size_class.pages.hold(slot.name)
+            size_class.pages.hold(name)
 
     def _leave(self, slot: Slot) -> None:
-        if not slot.name:
+        if not slot.is_ranked:
             return
-        size_class = self._class_of(slot)
-        size_class.pages.remove(slot.name)
-        del size_class.slots[slot.name]
+        size_class, name = self._class_of(slot), slot.name
+        size_class.rows.slots[size_class.rows.find(name)] = None
+        size_class.pages.remove(name)
         if slot.idle:
             self._set_idle(slot, size_class, False)
         self._pins_changed(slot, size_class)
-        slot.name = b""
+        slot.is_ranked = False
 
     def _set_idle(self, slot: Slot, size_class: _SizeClass, idle: bool) -> None:
         segment = slot.segment
@@ -411,12 +465,12 @@ class SegmentTable:
             self._queue_idle(segment)
 
     def _victim(self, size_class: _SizeClass) -> Slot | None:
-        now_us, slots = self.now_us(), size_class.slots
+        now_us = self._now_us()
         name = size_class.pages.evict(now_us)
         if name is not None:
-            return slots[name]
+            return size_class.rows.slot(name)
         # Every end of a chain is in use, as where one chain fills the arena: a gap in a chain that is on disk too is
-        # better than no slot for anybody.
+        # better than no slot at all.
         if size_class.pinned_until_us > now_us:
             return None
         ends_us: list[int] = []
@@ -436,7 +490,7 @@ class SegmentTable:
     ) -> Segment | None:
         """Of segments that hold such a slot, with nothing in use or pinned, the one whose pages have been unused for
         longest."""
-        now_us = self.now_us()
+        now_us = self._now_us()
         while self._pinned_idle and self._pinned_idle[0][0] <= now_us:
             segment = self._segments.get(heapq.heappop(self._pinned_idle)[1])
             if segment is not None and segment.pinned_until_us <= now_us:

@@ -45,7 +45,7 @@ class SpaceNeed(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PageRecord:
-    """What the ledger knows of a page besides its bytes."""
+    """What the page table knows of a page besides its bytes."""
 
     key: PageKey
     page_bytes: int
@@ -56,7 +56,7 @@ class PageRecord:
 class Slot:
     """A place for one page. Changed only by the core; the engine reads it.
 
-    readers counts read leases, those of ended sessions included; ghosts counts leases of ended sessions (of any kind);
+    readers counts read leases, those of ended sessions included; orphaned_leases those of ended sessions, of any kind;
     pins counts the owner's own uses (write-back, a page on its way from promotion to its first lease).
     """
 
@@ -65,19 +65,18 @@ class Slot:
     state: SlotState = SlotState.FREE
     record: PageRecord | None = None
     readers: int = 0
-    ghosts: int = 0
+    orphaned_leases: int = 0
     pins: int = 0
     dirty: bool = False
     sealed: bool = False  # header and sum table are in place and speak of the payload: the page verifies
     # READY, but no longer to be found by its key: dropped while in use, free after the last use.
-    doomed: bool = False
+    deleted: bool = False
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.
-    fleeting: bool = False
+    free_on_release: bool = False
     is_announced: bool = False  # others may know that the page is in staging
-    name: bytes = b""  # of the page to the eviction policy of its size class; empty while it is not there
+    is_ranked: bool = False  # known to the eviction policy of its size class
     idle: bool = False  # counted among its segment's evictable slots
     uses: int = 0  # of the page since it came here: leases, and stores that found it
-    used_at: int = 0  # grows with each use of any page
     stay: int = 0  # counts the pages that have been here: tells one page's stay from the next one's
 
     @property
@@ -96,13 +95,19 @@ class Slot:
         return self.record
 
     @property
+    def name(self) -> bytes:
+        """The page to the eviction policy: keyspace, chunk hash and shard, as many bytes for each page."""
+        keyspace, chunk_hash, shard = self.page.key
+        return keyspace + chunk_hash + shard.to_bytes(2, "little")
+
+    @property
     def unused(self) -> bool:
-        """Nobody holds the slot: no lease, no pin."""
-        return not self.readers and not self.ghosts and not self.pins
+        """Whether there is neither a lease nor a pin."""
+        return not self.readers and not self.orphaned_leases and not self.pins
 
     @property
     def evictable(self) -> bool:
-        return self.state is SlotState.READY and not self.dirty and not self.doomed and self.unused
+        return self.state is SlotState.READY and not self.dirty and not self.deleted and self.unused
 
 
 @dataclass(slots=True, eq=False)

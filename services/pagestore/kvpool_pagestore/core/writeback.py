@@ -58,7 +58,7 @@ class DirtyPage:
     @property
     def wanted(self) -> bool:
         """Its slot still holds this page, visible."""
-        return self.slot.record is not None and self.slot.stay == self.stay and not self.slot.doomed
+        return self.slot.record is not None and self.slot.stay == self.stay and not self.slot.deleted
 
     @property
     def metadata(self) -> PageMetadata:

@@ -19,7 +19,7 @@ from kvpool.wire.convert import (
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
 from kvpool.wire.convert_spans import MAX_SOURCES, remote_source_from_proto
 from kvpool.wire.versions import check_peer_version
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_evict import MAX_EVICT_CHUNKS, WantedGone
 from kvpool_pagestore.engine_flights import Source

@@ -10,7 +10,7 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.spans import SpanAnswer
 from kvpool.core.tracing import BYTES, NO_SPAN, PAGES, REQUEST_ID, SERVED_PAGES, Span, Tracer, rpc_attributes
 from kvpool.v1 import pagestore_pb2 as pb
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import ReserveAnswer

@@ -1,4 +1,4 @@
-"""What the naive model of the arena ledger keeps: who holds which slot, and which page was in it then."""
+"""What the naive model of the page table keeps: who holds which slot, and which page was in it then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
+from kvpool_pagestore.core.admission import AdmissionRules
+from kvpool_pagestore.core.events import PageEvents, StagingChanged, Subscription
+from kvpool_pagestore.core.page_table import ArenaLimits, PageTable
 from kvpool_pagestore.core.sessions import Session
 from kvpool_pagestore.core.slots import PageRecord, SegmentState, Slot, SlotState, SpaceNeed
 
@@ -47,8 +49,8 @@ class Peer:
         return [*self.writes.values(), *self.reads.values()]
 
 
-class LedgerModel(RuleBasedStateMachine):
-    """The model beside the ledger, and what must always hold of the two; the rules are the test's."""
+class PageTableModel(RuleBasedStateMachine):
+    """The model beside the page table, and what must always hold of the two; the rules are the test's."""
 
     @initialize()
     def start(self) -> None:
@@ -60,16 +62,21 @@ class LedgerModel(RuleBasedStateMachine):
         self.filling: dict[PageKey, Held] = {}
         self.pinned: list[Held] = []
         self.events: list[tuple[PageKey, bool]] = []
-        limits = LedgerLimits(
+        limits = ArenaLimits(
             arena_bytes=ARENA_BYTES,
             segment_bytes=SEGMENT_BYTES,
             first_segment_id=1,
             writer_bytes=WRITER_BYTES,
             grace_s=1.0,
         )
-        self.ledger = Ledger(limits, lambda record, present: self.events.append((record.key, present)))
+        events = PageEvents()
+        events.subscribe([Subscription(StagingChanged, self.note)])
+        self.table = PageTable(limits, events, AdmissionRules(), lambda: 0)
         for tenant in TENANTS.values():
             self.add_session(tenant)
+
+    def note(self, changed: StagingChanged) -> None:
+        self.events.append((changed.record.key, changed.present))
 
     # What the model knows
 
@@ -98,9 +105,9 @@ class LedgerModel(RuleBasedStateMachine):
         self.events.clear()
 
     def appeared(self, key: PageKey, dirty: bool) -> None:
-        """The ledger has just made a page visible."""
+        """The page table has just made a page visible."""
         assert self.events.pop() == (key, True)
-        slot = self.ledger.find(key)
+        slot = self.table.find(key)
         assert slot is not None
         self.visible[key], self.records[key] = dirty, slot.page
 
@@ -110,20 +117,20 @@ class LedgerModel(RuleBasedStateMachine):
         for _ in range(8):
             answer = ask()
             if answer is SpaceNeed.RETIREMENT:
-                for dying in self.ledger.space.reapable():
-                    self.ledger.space.segment_gone(dying)
+                for dying in self.table.space.reapable():
+                    self.table.space.segment_gone(dying)
             elif not isinstance(answer, tuple):
                 return answer
             else:
-                planned = self.ledger.space.plan_segment(*answer)
+                planned = self.table.space.plan_segment(*answer)
                 assert planned is not None
-                self.ledger.space.segment_made(planned)
+                self.table.space.segment_made(planned)
         raise AssertionError("no answer after eight segments")
 
     def add_session(self, tenant: str) -> None:
         self.session_count += 1
         session = Session(self.session_count.to_bytes(16, "big"), tenant, "peer", WINDOW)
-        self.ledger.sessions.add(session)
+        self.table.sessions.add(session)
         self.peers.append(Peer(session, tenant))
 
     def live(self, choice: int, tenant: str | None = None) -> Peer | None:
@@ -137,7 +144,7 @@ class LedgerModel(RuleBasedStateMachine):
         in_use = {id(held.slot) for held in self.held()}
         for other, is_dirty in self.visible.items():
             same_class = other.keyspace == key.keyspace and other.shard == key.shard
-            slot = self.ledger.find(other)
+            slot = self.table.find(other)
             assert slot is not None
             assert not same_class or is_dirty or id(slot) in in_use, f"{other} could have gone"
 
@@ -146,13 +153,13 @@ class LedgerModel(RuleBasedStateMachine):
     @invariant()
     def nobody_loses_or_shares_bytes(self) -> None:
         """A held slot still holds the page it was granted for, and no two pages overlap."""
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "table"):
             return
         for held in self.held():
             assert held.slot.record is held.record, "a slot was reused while it was held"
         slots = {id(held.slot): held.slot for held in self.held()}
         for key in self.visible:
-            slot = self.ledger.find(key)
+            slot = self.table.find(key)
             assert slot is not None and slot.page.key == key
             slots[id(slot)] = slot
         ranges = sorted((one.segment.segment_id, one.offset, one.offset + one.size_bytes) for one in slots.values())
@@ -161,15 +168,15 @@ class LedgerModel(RuleBasedStateMachine):
 
     @invariant()
     def visible_is_what_was_committed(self) -> None:
-        if hasattr(self, "ledger"):
-            assert {record.key for record in self.ledger.ready_pages()} == set(self.visible)
+        if hasattr(self, "table"):
+            assert {record.key for record in self.table.ready_pages()} == set(self.visible)
             assert not self.events
 
     @invariant()
     def sums_are_right(self) -> None:
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "table"):
             return
-        space = self.ledger.space
+        space = self.table.space
         slots = [slot for segment in space.segments for slot in segment.slots]
         ended = {
             id(held.slot) for peer in self.peers if peer.ended for held in (*peer.writes.values(), *peer.reads.values())
@@ -177,8 +184,8 @@ class LedgerModel(RuleBasedStateMachine):
         assert space.segment_total_bytes == sum(segment.size_bytes for segment in space.segments) <= ARENA_BYTES
         assert space.used_bytes == sum(slot.size_bytes for slot in slots if slot.state is not SlotState.FREE)
         assert space.quarantined_bytes == sum(slot.size_bytes for slot in slots if id(slot) in ended)
-        assert self.ledger.dirty_bytes == sum(SIZES[key.shard] for key, dirty in self.visible.items() if dirty)
-        assert self.ledger.writer_bytes == self.writer_bytes() <= WRITER_BYTES
+        assert self.table.dirty_bytes == sum(SIZES[key.shard] for key, dirty in self.visible.items() if dirty)
+        assert self.table.writer_bytes == self.writer_bytes() <= WRITER_BYTES
         for segment in space.segments:
             if segment.state is SegmentState.LIVE:
                 assert segment.idle_count == sum(slot.evictable for slot in segment.slots)
@@ -187,19 +194,19 @@ class LedgerModel(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When everybody has let go, nothing is counted any more."""
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "table"):
             return
         for peer in self.peers:
-            (self.ledger.resolve_session if peer.ended else self.ledger.close_session)(peer.session)
+            (self.table.resolve_session if peer.ended else self.table.close_session)(peer.session)
         for held in self.committing:
-            self.ledger.finish_commit(held.slot, verified=False, dirty=False)
+            self.table.finish_commit(held.slot, verified=False, dirty=False)
         for held in self.filling.values():
-            present = self.ledger.finish_fill(held.slot, verified=False)
+            present = self.table.finish_fill(held.slot, verified=False)
             if present is not None:
-                self.ledger.unpin(present)
+                self.table.unpin(present)
         for held in self.pinned:
-            self.ledger.unpin(held.slot)
+            self.table.unpin(held.slot)
         for key in list(self.visible):
-            self.ledger.drop(key)
-        space = self.ledger.space
-        assert self.ledger.writer_bytes == self.ledger.dirty_bytes == space.quarantined_bytes == space.used_bytes == 0
+            self.table.drop(key)
+        space = self.table.space
+        assert self.table.writer_bytes == self.table.dirty_bytes == space.quarantined_bytes == space.used_bytes == 0

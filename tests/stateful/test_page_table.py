@@ -1,4 +1,4 @@
-"""The arena ledger against a naive model: plain dicts of who holds what, which know nothing of segments or lists."""
+"""The page table against a naive model: plain dicts of who holds what, which know nothing of segments or lists."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis.stateful import precondition, rule
 from kvpool.core.errors import ArenaFull, LeaseLost, SessionBusy
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.sessions import SessionState
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
-from tests.stateful.pagestore_ledger_model import (
+from tests.stateful.page_table_model import (
     KEYS,
     METADATA,
     SIZES,
@@ -20,12 +20,12 @@ from tests.stateful.pagestore_ledger_model import (
     WINDOW,
     WRITER_BYTES,
     Held,
-    LedgerModel,
+    PageTableModel,
     Peer,
 )
 
 
-class LedgerMachine(LedgerModel):
+class PageTableMachine(PageTableModel):
     @rule(tenant=st.sampled_from(["a", "b"]))
     @precondition(lambda self: sum(not peer.ended for peer in self.peers) < 4)
     def open_session(self, tenant: str) -> None:
@@ -39,7 +39,7 @@ class LedgerMachine(LedgerModel):
         record = PageRecord(key, SIZES[key.shard], METADATA)
 
         def ask() -> object:
-            answer = self.ledger.reserve(peer.session, record)
+            answer = self.table.reserve(peer.session, record)
             return (peer.tenant, SIZES[key.shard]) if answer is SpaceNeed.SEGMENT else answer
 
         answer = self.allocate(ask)
@@ -66,10 +66,10 @@ class LedgerMachine(LedgerModel):
 
     def begin_commit_of(self, peer: Peer) -> None:
         lease_id, held = next(iter(peer.writes.items()))
-        assert self.ledger.begin_commit(peer.session, lease_id) is held.slot
+        assert self.table.begin_commit(peer.session, lease_id) is held.slot
         del peer.writes[lease_id]
         self.committing.append(held)
-        assert isinstance(self.ledger.begin_commit(peer.session, lease_id), LeaseLost)
+        assert isinstance(self.table.begin_commit(peer.session, lease_id), LeaseLost)
 
     @rule(verified=st.booleans(), dirty=st.booleans())
     def finish_commit(self, verified: bool, dirty: bool) -> None:
@@ -79,7 +79,7 @@ class LedgerMachine(LedgerModel):
     def finish_last_commit(self, verified: bool, dirty: bool) -> None:
         held = self.committing.pop()
         expected = verified and held.key not in self.visible
-        assert self.ledger.finish_commit(held.slot, verified=verified, dirty=dirty) is expected
+        assert self.table.finish_commit(held.slot, verified=verified, dirty=dirty) is expected
         if expected:
             self.appeared(held.key, dirty)
 
@@ -98,9 +98,9 @@ class LedgerMachine(LedgerModel):
         peer = self.live(choice)
         if peer is not None and peer.writes:
             lease_id = next(iter(peer.writes))
-            assert self.ledger.abort(peer.session, lease_id)
+            assert self.table.abort(peer.session, lease_id)
             del peer.writes[lease_id]
-            assert not self.ledger.abort(peer.session, lease_id)
+            assert not self.table.abort(peer.session, lease_id)
 
     @rule(choice=st.integers(0, 9), picks=st.lists(st.integers(0, 99), min_size=1, max_size=5))
     def acquire_visible(self, choice: int, picks: list[int]) -> None:
@@ -114,7 +114,7 @@ class LedgerMachine(LedgerModel):
         peer = self.live(choice, TENANTS[key.keyspace])
         if peer is None:
             return
-        answer = self.ledger.acquire(peer.session, key)
+        answer = self.table.acquire(peer.session, key)
         if key not in self.visible:
             assert answer is None
         elif len(peer.reads) >= WINDOW:
@@ -128,8 +128,8 @@ class LedgerMachine(LedgerModel):
         peer = self.live(choice)
         if peer is not None and peer.reads:
             lease_id = list(peer.reads)[which % len(peer.reads)]
-            assert self.ledger.release(peer.session, lease_id) is peer.reads.pop(lease_id).slot
-            assert self.ledger.release(peer.session, lease_id) is None
+            assert self.table.release(peer.session, lease_id) is peer.reads.pop(lease_id).slot
+            assert self.table.release(peer.session, lease_id) is None
 
     @rule(key=st.sampled_from(KEYS))
     def begin_fill(self, key: PageKey) -> None:
@@ -138,7 +138,7 @@ class LedgerMachine(LedgerModel):
         record, tenant = PageRecord(key, SIZES[key.shard], METADATA), TENANTS[key.keyspace]
 
         def ask() -> object:
-            answer = self.ledger.begin_fill(tenant, record)
+            answer = self.table.begin_fill(tenant, record)
             return (tenant, SIZES[key.shard]) if answer is SpaceNeed.SEGMENT else answer
 
         answer = self.allocate(ask)
@@ -160,9 +160,9 @@ class LedgerMachine(LedgerModel):
         if not self.filling:
             return
         key, held = self.filling.popitem()
-        doomed = held.slot.doomed
+        doomed = held.slot.deleted
         was_visible = key in self.visible
-        ready = self.ledger.finish_fill(held.slot, verified=verified)
+        ready = self.table.finish_fill(held.slot, verified=verified)
         if was_visible or (verified and not doomed):
             assert ready is not None and ready.page.key == key
             self.pinned.append(Held(key, ready, ready.page))
@@ -174,15 +174,15 @@ class LedgerMachine(LedgerModel):
     @rule()
     @precondition(lambda self: self.pinned)
     def unpin(self) -> None:
-        self.ledger.unpin(self.pinned.pop(0).slot)
+        self.table.unpin(self.pinned.pop(0).slot)
 
     @rule(pick=st.integers(0, 99))
     @precondition(lambda self: self.visible)
     def pin_for_write_back(self, pick: int) -> None:
         key = sorted(self.visible)[pick % len(self.visible)]
-        slot = self.ledger.find(key)
+        slot = self.table.find(key)
         assert slot is not None
-        self.ledger.pin(slot)
+        self.table.pin(slot)
         self.pinned.append(Held(key, slot, slot.page))
 
     @rule(picks=st.lists(st.integers(0, 99), min_size=1, max_size=5))
@@ -190,14 +190,14 @@ class LedgerMachine(LedgerModel):
         for pick in picks:
             if self.visible:
                 key = sorted(self.visible)[pick % len(self.visible)]
-                slot = self.ledger.find(key)
+                slot = self.table.find(key)
                 assert slot is not None
-                self.ledger.make_clean(slot)
+                self.table.make_clean(slot)
                 self.visible[key] = False
 
     @rule(key=st.sampled_from(KEYS))
     def drop(self, key: PageKey) -> None:
-        assert self.ledger.drop(key) is (key in self.visible)
+        assert self.table.drop(key) is (key in self.visible)
         if key in self.visible:
             del self.visible[key]
             assert self.events.pop() == (key, False)
@@ -206,24 +206,24 @@ class LedgerMachine(LedgerModel):
     def close_session(self, choice: int) -> None:
         peer = self.live(choice)
         if peer is not None:
-            self.ledger.close_session(peer.session)
+            self.table.close_session(peer.session)
             self.peers.remove(peer)
 
     @rule(choice=st.integers(0, 9))
     def end_session(self, choice: int) -> None:
         peer = self.live(choice)
         if peer is not None:
-            self.ledger.end_session(peer.session)
+            self.table.end_session(peer.session)
             peer.ended = True
 
     @rule()
     def resolve_session(self) -> None:
         ended = [peer for peer in self.peers if peer.ended]
         if ended:
-            self.ledger.resolve_session(ended[0].session)
+            self.table.resolve_session(ended[0].session)
             assert ended[0].session.state is SessionState.CLOSED
             self.peers.remove(ended[0])
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, report_multiple_bugs=False)
-TestLedger = LedgerMachine.TestCase
+PageTableMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, report_multiple_bugs=False)
+TestPageTable = PageTableMachine.TestCase

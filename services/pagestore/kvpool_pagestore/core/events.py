@@ -1,0 +1,133 @@
+"""What happens to pages, as values, and the one place that delivers them to those who are concerned.
+
+A transition publishes its events when its own state is consistent; every subscriber has handled an event when `publish`
+returns, in the same turn of the event loop. The engine lists all subscribers, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from kvpool.core.outcome import Tier
+from kvpool.core.page import PageKey
+from kvpool.core.policy import KeyspacePolicy
+from kvpool_pagestore.core.slots import PageRecord, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class BytesHeld:
+    """Bytes were taken for pages of a keyspace, in the arena or on disk, or (< 0) came back."""
+
+    keyspace: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagingChanged:
+    """A page that others may know of became visible in staging, or left it."""
+
+    record: PageRecord
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DiskChanged:
+    """Pages, each with the head of its chain group, became durable, or are on disk no more."""
+
+    pages: Sequence[tuple[PageKey, bytes]]
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PagesArrived:
+    """Pages are here now, with this metadata: committed, read from disk or pulled, or found at the start."""
+
+    records: Sequence[PageRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesLeft:
+    """A slot of each page came back, or it left the disk. It may still be elsewhere on this node."""
+
+    keys: Sequence[PageKey]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesEvicted:
+    """Pages were given up to make room."""
+
+    tier: Tier
+    page_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagesUsed:
+    """Visible pages were leased, or asked to be stored again."""
+
+    slots: Sequence[Slot]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRead:
+    """Readers got read leases on these pages."""
+
+    records: Sequence[PageRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskHealthChanged:
+    """The disk tier can be written again, or (fault is not empty) it cannot."""
+
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChanged:
+    """A keyspace has this policy from now on."""
+
+    keyspace: bytes
+    policy: KeyspacePolicy
+
+
+PageEvent = (
+    BytesHeld
+    | StagingChanged
+    | DiskChanged
+    | PagesArrived
+    | PagesLeft
+    | PagesEvicted
+    | PagesUsed
+    | PagesRead
+    | DiskHealthChanged
+    | PolicyChanged
+)
+E = TypeVar("E", bound=PageEvent)
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription(Generic[E]):
+    """A handler of one kind of event."""
+
+    kind: type[E]
+    handle: Callable[[E], None]
+
+
+class PageEvents:
+    """Delivers events. Use from one thread only."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type[PageEvent], tuple[Callable[[Any], None], ...]] = {}
+
+    def subscribe(self, subscriptions: Sequence[Subscription[Any]]) -> None:
+        """List all subscribers, once; those of one kind are called in this order."""
+        if self._handlers:
+            raise RuntimeError("the subscribers are listed already; add to that list")
+        for one in subscriptions:
+            self._handlers[one.kind] = (*self._handlers.get(one.kind, ()), one.handle)
+
+    def publish(self, event: PageEvent) -> None:
+        """Return when all subscribers of the event's kind have handled it."""
+        for handle in self._handlers.get(type(event), ()):
+            handle(event)
