@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.client.page_items import ReserveItem, reserve_to_proto
+from kvpool.client.page_items import AcquireItem, ReserveItem, acquire_to_proto, reserve_to_proto
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Overloaded
 from kvpool.core.page import PageKey
@@ -127,6 +127,54 @@ async def test_what_a_session_says_first_is_begun_first() -> None:
             assert not answers[5].commit.results[0].HasField("error"), "the commit had begun, the abort is void"
             await peer.send(7, reserve=reserve(1))
             assert (await peer.next_of("reserve")).reserve.results[0].admission == pb.ADMISSION_EXISTS
+
+
+async def test_reads_end_with_a_request_before_it_is_served_and_on_their_own_without_an_answer() -> None:
+    with new_world() as world:
+        async with served(world) as store, raw_peer(store.endpoint) as peer:
+            await peer.open()
+            leases = store.running.engine.gauges
+            await peer.send(2, reserve=reserve(1))
+            written = (await peer.next_of("reserve")).reserve.results[0].slot.lease_id
+            await peer.send(3, commit=pb.CommitRequest(lease_ids=[written], unsealed=True))
+            await peer.next_of("commit")
+            first = await acquired(peer, 4)
+            second = await acquired(peer, 5, released_lease_ids=[first])
+            assert leases().leases == 1
+            await peer.send(6, abort=pb.AbortRequest(), released_lease_ids=[second])
+            await peer.next_of("abort")
+            assert leases().leases == 0
+            third = await acquired(peer, 7)
+            await peer.send(0, release=pb.ReleaseRequest(lease_ids=[third]))
+            await peer.send(0, abort=pb.AbortRequest())
+            await peer.send(8, reserve=reserve(1))
+            assert (await peer.next_of("reserve")).request_id == 8
+            assert leases().leases == 0
+
+
+async def test_reads_end_with_a_request_that_is_refused() -> None:
+    syncs = SlowSyncs()
+    with new_world(store=syncs) as world:
+        async with (
+            served(world, max_requests_in_flight=2) as store,
+            with_a_slow_sync(store, syncs) as peer,
+        ):
+            lease_id = await acquired(peer, 3)
+            held = store.running.engine.gauges().leases
+            await peer.send(4, reserve=reserve(1, prompt_tokens=8192))
+            await peer.send(5, reserve=reserve(2), released_lease_ids=[lease_id])
+            assert (await peer.next_of("error")).request_id == 5
+            assert store.running.engine.gauges().leases == held - 1
+            syncs.release.set()
+
+
+async def acquired(peer: RawPeer, request_id: int, **more: object) -> int:
+    """The lease of page 1, read."""
+    items = acquire_to_proto([AcquireItem(page_key(1))], 1000, False)
+    await peer.send(request_id, acquire=items, **more)
+    lease_id: int = (await peer.next_of("acquire")).acquire.results[0].slot.lease_id
+    assert lease_id
+    return lease_id
 
 
 async def test_a_stream_that_opens_no_session_is_ended() -> None:

@@ -213,3 +213,30 @@ async def test_acquisition_ends_with_the_deadline_when_the_pagestore_does_not_an
         with pytest.raises(DeadlineExceeded):
             async with session.acquire(acquire_items(1), wait_s=0.01) as results:
                 await anext(results)
+
+
+async def test_reads_that_end_go_with_the_next_request(tmp_path: Path) -> None:
+    async with peer(tmp_path) as one:
+        session, stream = await one.open()
+        session.release_soon([4])
+        session.release_soon([5, 6])
+        asked = [asyncio.create_task(session.reserve(reserve_items(1))) for _ in range(2)]
+        assert list((await stream.next("reserve")).released_lease_ids) == [4, 5, 6]
+        assert list((await stream.next("reserve")).released_lease_ids) == []
+        for one_of_them in asked:
+            one_of_them.cancel()
+
+
+async def test_reads_that_end_go_alone_where_no_request_follows(tmp_path: Path) -> None:
+    async with peer(tmp_path) as one:
+        session, stream = await one.open()
+        session.release_soon([4])
+        ended = await stream.next("release")
+        assert (ended.request_id, list(ended.release.lease_ids)) == (0, [4])  # 0: not to be answered
+        session.release_soon([5])
+        closing = asyncio.create_task(session.close())
+        assert list((await stream.next("release")).release.lease_ids) == [5]
+        await stream.next("close")
+        stream.send(Response(closed=pagestore_pb2.SessionClose()))
+        stream.end()
+        assert await closing

@@ -136,7 +136,9 @@ def _source(value: int) -> EngineSource:
 def store_to_proto(
     span: ChunkSpan, retention: Retention | None, after: EngineEvent | None = None, *, keeps_blocks: bool = False
 ) -> gpuagent_pb2.EngineStoreRequest:
-    """A store of consecutive chunks. keeps_blocks: the engine holds them, and is not to be asked. raises: InvalidRequest naming what is wrong with the retention."""
+    """A store of consecutive chunks. keeps_blocks: the engine holds them, and is not to be asked.
+
+    raises: InvalidRequest naming what is wrong with the retention."""
     wanted = retention or NO_RETENTION
     wanted.check()
     return gpuagent_pb2.EngineStoreRequest(
