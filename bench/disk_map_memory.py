@@ -1,4 +1,5 @@
 """What does the map of the disk tier cost: bytes a chunk, a start's load, the first victim?
+And a page in staging: bytes of the page table, time from its reserve to its commit?
 
 Run: python -m bench.disk_map_memory [CHUNKS] [--json FILE]
 """
@@ -11,16 +12,23 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
+from kvpool.core.spans import PageSpan
+from kvpool_pagestore.core.admission import AdmissionRules
 from kvpool_pagestore.core.chunk_columns import FoundChunks
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.events import PageEvents
+from kvpool_pagestore.core.page_table import ArenaLimits, PageTable
+from kvpool_pagestore.core.sessions import Session
+from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
 from kvpool_pagestore.core.stored_pages import StoredPages
 
 SHARDS = 8
@@ -92,13 +100,55 @@ def measure(chunk_count: int) -> dict[str, float]:
     }
 
 
+def measure_staged(chunk_count: int, shards: int) -> dict[str, float]:
+    """Store and commit pages until so many chunks are staged. Slots are booked, but no memory is behind them."""
+    page_bytes, count = 1 << 20, chunk_count * shards
+    limits = ArenaLimits(
+        arena_bytes=2 * count * page_bytes,
+        segment_bytes=1 << 30,
+        first_segment_id=1,
+        writer_bytes=1 << 62,
+        grace_s=1.0,
+    )
+    table = PageTable(limits, PageEvents(), AdmissionRules(), lambda: 0)
+    session, rng = Session(bytes(16), "tenant", "peer", max_leases=count), random.Random(1)
+    before_bytes, began_s = resident_bytes(), time.thread_time()
+    for _ in range(chunk_count // CHAIN_CHUNKS):
+        span = PageSpan(
+            keyspace=_KEYSPACE,
+            chunk_hashes=rng.randbytes(16 * CHAIN_CHUNKS),
+            first_chunk_index=0,
+            parent_hash=bytes(16),
+            group_heads=rng.randbytes(16 * (CHAIN_CHUNKS // 16)),
+            positions=np.repeat(np.arange(CHAIN_CHUNKS, dtype=np.int32), shards),
+            shards=np.tile(np.arange(shards, dtype=np.uint8), CHAIN_CHUNKS),
+        )
+        for key, position in zip(span.page_keys, span.positions.tolist(), strict=True):
+            record = PageRecord(key, page_bytes, span.metadata[position])
+            while table.reserve_slot(session, record, page_bytes) is SpaceNeed.SEGMENT:
+                segment = table.space.plan_segment("tenant", page_bytes)
+                assert segment is not None
+                table.space.segment_made(segment)
+            slot = table.begin_commit(session, session.last_lease_id)
+            assert isinstance(slot, Slot) and table.finish_commit(slot, verified=True, dirty=False)
+    count = table.ready_count
+    name = f"staged_{shards}_shards"
+    return {
+        f"{name}_bytes_a_page": round((resident_bytes() - before_bytes) / count, 1),
+        f"{name}_us_a_page": round(1e6 * (time.thread_time() - began_s) / count, 1),
+    }
+
+
 def main(argv: list[str]) -> int:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chunks", nargs="?", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
-    measured = measure(arguments.chunks)
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as apart:  # memory of one is no other's
+        measured = apart.submit(measure, arguments.chunks).result()
+        for shards in (1, SHARDS):
+            measured |= apart.submit(measure_staged, arguments.chunks // 5 // shards, shards).result()
     print(json.dumps(measured, indent=1))
     if arguments.json:
         command = "python -m bench.disk_map_memory " + str(arguments.chunks)

@@ -89,25 +89,29 @@ class PageSpan:
     @cached_property
     def page_keys(self) -> list[PageKey]:
         """[N], in one pass."""
-        hashes = self.chunk_hashes
-        by_chunk = [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
-        chunks = map(by_chunk.__getitem__, self.positions.tolist())
+        chunks = map(self._hashes.__getitem__, self.positions.tolist())
         return list(map(PageKey._make, zip(repeat(self.keyspace), chunks, self.shards.tolist(), strict=False)))
+
+    @cached_property
+    def _hashes(self) -> list[bytes]:
+        """Of the chunks. Shared by keys and metadata, which a pagestore keeps for each page in memory."""
+        return [self.chunk_hashes[at : at + HASH_BYTES] for at in range(0, len(self.chunk_hashes), HASH_BYTES)]
 
     @cached_property
     def metadata(self) -> tuple[PageMetadata, ...]:
         """[C]: what is kept beside the pages of each chunk."""
         found: list[PageMetadata] = []
         retained = [one for count, one in self.retention for _ in range(count)]
-        first_group = self.first_chunk_index // GROUP_CHUNKS
+        first_group, hashes = self.first_chunk_index // GROUP_CHUNKS, self._hashes
+        heads = [self.group_heads[at : at + HASH_BYTES] for at in range(0, len(self.group_heads), HASH_BYTES)]
         for position in range(self.chunk_count):
             group = (self.first_chunk_index + position) // GROUP_CHUNKS - first_group
             kept = retained[position] if retained else NO_RETENTION
             found.append(
                 PageMetadata(
-                    parent_hash=self.chunk_hash(position - 1) if position else self.parent_hash,
+                    parent_hash=hashes[position - 1] if position else self.parent_hash,
                     chunk_index=self.first_chunk_index + position,
-                    group_head_hash=self.group_heads[group * HASH_BYTES : (group + 1) * HASH_BYTES],
+                    group_head_hash=heads[group],
                     ttl_ms=kept.ttl_ms,
                     priority=kept.priority,
                     pinned_until_us=kept.pinned_until_us,
