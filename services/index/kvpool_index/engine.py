@@ -97,7 +97,7 @@ class IndexEngine:
         self._version = version
         self._metrics = metrics
         if store.redis is not None:
-            metrics.tell_of_redis(store.redis)
+            metrics.add_redis(store.redis)
         self._keyspaces = KeyspaceService(
             store.keyspaces,
             store.policies,

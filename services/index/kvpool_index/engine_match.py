@@ -15,7 +15,7 @@ from kvpool.core.tracing import NO_TRACER, SpanKind, Tracer
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.entries import EVERY_SHARD, Operation, ordinals_in
 from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, check_query, group_reads
-from kvpool_index.core.match import Judgements, Matcher
+from kvpool_index.core.match import MatchCache, Matcher
 from kvpool_index.core.route import RouteWeights, route
 from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_index.engine_nodes import NodeService
@@ -48,7 +48,7 @@ class MatchService:
         self._keyspaces = keyspaces
         self._config = config
         self._metrics = metrics
-        self._known = Judgements()
+        self._known = MatchCache()
         self._dead: asyncio.Queue[ChunkOperation] = asyncio.Queue(_DEAD_QUEUE)
 
     async def match(self, tenant: str, query: ChainQuery) -> ChainMatch:

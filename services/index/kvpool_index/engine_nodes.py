@@ -18,7 +18,6 @@ from kvpool_index.ports import NodeDirectory, NodeGrant
 
 _log = logging.getLogger(__name__)
 
-_SNAPSHOT_TRIES: Final = 4
 # A report about an unknown node is reason to ask the store, but clients can make such ids up.
 _UNKNOWN_NODE_REFRESH_S: Final = 0.25
 _GONE_ORDINALS_MAX: Final = 65536
@@ -36,7 +35,8 @@ class NodeService:
         self._refreshed_at_s = float("-inf")
         self._refreshing: asyncio.Future[None] | None = None
         self._gone_ordinals: set[int] = set()
-        self._local_changes = 0  # registrations and ends served here
+        # Registrations and ends served here, since a snapshot was asked for: the record and when it was, or the node.
+        self._changes: list[tuple[NodeRecord, float] | bytes] = []
 
     async def register(self, info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt) -> NodeLease:
         """Grant a lease. Raises InvalidRequest, StaleIncarnation."""
@@ -68,7 +68,7 @@ class NodeService:
             ended=False,
             lease_remaining_ms=ttl_ms,
         )
-        self._local_changes += 1
+        self._changes.append((record, asked_at_s))
         self.table.put(record, asked_at_s)
         self._metrics.node_events.labels("registered").inc()
 
@@ -88,9 +88,9 @@ class NodeService:
     async def end(self, node_id: bytes, incarnation: int, process_id: bytes) -> None:
         """End a lease; idempotent. Raises StaleIncarnation for that of another process."""
         await self._directory.end(node_id, incarnation, process_id)
-        self._local_changes += 1
         record = self.table.live_record(node_id, self._clock.monotonic_s())
         if record is not None and record.info.incarnation == incarnation:
+            self._changes.append(node_id)
             self.table.forget(node_id)
             self._metrics.node_events.labels("ended").inc()
 
@@ -167,20 +167,24 @@ class NodeService:
             await asyncio.sleep(self._config.refresh_interval_s)
 
     async def _read_all(self) -> None:
-        for _ in range(_SNAPSHOT_TRIES):
-            asked_at_s, changes = self._clock.monotonic_s(), self._local_changes
-            records = await self._directory.snapshot()
-            if changes != self._local_changes:
-                continue
-            # An answer that is older than a registration served here would hide the new node until the next read.
-            for _ in self.table.replacing(records, asked_at_s):
-                await asyncio.sleep(0)  # matches have their turn
-                if changes != self._local_changes:
-                    break
-            else:
-                self._refreshed_at_s = asked_at_s
-                self._count_nodes()
-                return
+        asked_at_s = self._clock.monotonic_s()
+        self._changes.clear()
+        for _ in self.table.replacing(await self._directory.snapshot(), asked_at_s):
+            await asyncio.sleep(0)  # matches have their turn
+        # An answer that is older than a registration served here would hide the new node until the next read.
+        for change in self._changes:
+            self._make_again(change)
+        self._refreshed_at_s = asked_at_s
+        self._count_nodes()
+
+    def _make_again(self, change: tuple[NodeRecord, float] | bytes) -> None:
+        if isinstance(change, bytes):
+            self.table.forget(change)
+            return
+        record, asked_at_s = change
+        known = self.table.record(record.info.node_id)
+        if known is None or known.info.incarnation <= record.info.incarnation:  # else it registered again elsewhere
+            self.table.put(record, asked_at_s)
 
     def _refresh_ended(self, read: "asyncio.Future[None]") -> None:
         if self._refreshing is read:

@@ -20,7 +20,7 @@ class IndexMetrics:
         self._add_reads(registry)
         self._add_changes(registry)
 
-    def tell_of_redis(self, stats: RedisStats) -> None:
+    def add_redis(self, stats: RedisStats) -> None:
         """Serve what the connections to Redis go through, too."""
         self._registry.register(_RedisCollector(stats))
 

@@ -52,7 +52,7 @@ class WatchMessages:
 
 class MatchMessages:
     """Answers of MatchStream as bytes. Locations and nodes of matches are the same objects again and again (see
-    Judgements), so that each is serialized once.
+    MatchCache), so that each is serialized once.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from kvpool.core.coverage import Coverage
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.outcome import Tier
 from kvpool_index.core.entries import Entry, TierMasks, encode_entry
-from kvpool_index.core.match import Judgements, Matcher, locations_of
+from kvpool_index.core.match import MatchCache, Matcher, locations_of
 from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 
 FOUR = ShardGrid(layers=4, kv_heads=1, layer_groups=4, splits=(1,))
@@ -113,7 +113,7 @@ def test_all_locations_of_an_event() -> None:
 
 def test_what_is_remembered_of_earlier_requests_holds_while_its_nodes_do() -> None:
     nodes = dict(NODES)
-    known = Judgements()
+    known = MatchCache()
 
     def ask(shards: int = 0, host_id: str = "") -> tuple[ChainMatch, set[int]]:
         asked = Matcher(Coverage.of(FOUR, shards), host_id=host_id, live_node=nodes.get, known=known)
@@ -138,7 +138,7 @@ def test_what_is_remembered_of_earlier_requests_holds_while_its_nodes_do() -> No
 
 
 def test_not_all_is_remembered_for_ever() -> None:
-    known = Judgements()
+    known = MatchCache()
     for number in range(400):
         for shards in range(15):
             asked = Matcher(Coverage.of(FOUR, shards + 1), host_id=str(number), live_node=NODES.get, known=known)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
-import time
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
+from contextlib import contextmanager
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import TypeVar
 from urllib.parse import urlsplit
+
+from kvpool.core.addresses import check_metrics_url
+from kvpool.core.errors import InvalidRequest
 
 ResultT = TypeVar("ResultT")
 
@@ -60,30 +66,48 @@ async def in_threads(work: Callable[[str], ResultT], items: Sequence[str]) -> li
         return list(await asyncio.gather(*(loop.run_in_executor(threads, work, item) for item in items)))
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A node says where its metrics are when it registers, and nowhere else."""
+@contextmanager
+def metrics_answer(url: str) -> Iterator[HTTPResponse]:
+    """The answer to a URL that a node registered: http(s)://host:port/metrics, without redirects and proxies.
 
-    def redirect_request(self, *args: object, **kwargs: object) -> None:
-        return None
+    The connection ends FETCH_TIMEOUT_S after it was made, whatever comes on it. Blocking; raises InvalidRequest for
+    another form of URL, OSError, ValueError and HTTPException for what does not answer.
+    """
+    parts = urlsplit(check_metrics_url(url, "metrics_url"))
+    connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = connect(parts.netloc, timeout=FETCH_TIMEOUT_S)
+    is_late = threading.Event()
+    connection.connect()
+    ending = threading.Timer(FETCH_TIMEOUT_S, _end, (connection.sock, is_late))  # the answer takes the socket over
+    ending.daemon = True
+    ending.start()
+    try:
+        connection.request("GET", parts.path)
+        answer = connection.getresponse()
+        if answer.status != HTTPStatus.OK:
+            raise OSError(f"{url} answers with status {answer.status}")
+        yield answer
+        if is_late.is_set():  # what is cut off looks like the end of the answer
+            raise TimeoutError(f"{url} did not answer within {FETCH_TIMEOUT_S:g} s")
+    finally:
+        ending.cancel()
+        connection.close()
 
 
-def metrics_opener() -> urllib.request.OpenerDirector:
-    """For URLs that nodes registered: as other nodes reach them, whatever proxy this user has for the web."""
-    return urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+def _end(connected: socket.socket, is_late: threading.Event) -> None:
+    is_late.set()
+    with contextlib.suppress(OSError):  # it has ended already
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _fetch(url: str) -> Samples | None:
-    opener = metrics_opener()
-    ends_s = time.monotonic() + FETCH_TIMEOUT_S
+    body = bytearray()
     try:
-        if urlsplit(url).scheme not in ("http", "https"):
-            return None
-        body = bytearray()
-        with opener.open(url, timeout=FETCH_TIMEOUT_S) as answer:
+        with metrics_answer(url) as answer:
             while len(body) < _SIZE_BYTES_MAX and (piece := answer.read1(_PIECE_BYTES)):
                 body += piece
-                if time.monotonic() > ends_s:  # it trickles
-                    return None
+            if answer.length and len(body) < _SIZE_BYTES_MAX:
+                return None  # the connection ended before the answer did
         return samples_from_text(body.decode(errors="replace"))
-    except (OSError, ValueError, HTTPException):  # also for an address that is none, and for what is no HTTP
+    except (OSError, ValueError, HTTPException, InvalidRequest):
         return None

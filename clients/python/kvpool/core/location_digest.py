@@ -19,7 +19,7 @@ FIELD_BYTES = 8  # of a chunk hash; enough to tell the 16 chunks of a group apar
 BUCKET_COUNT = 1 << 16
 BUCKETS_PER_RANGE = 16
 RANGE_COUNT = BUCKET_COUNT // BUCKETS_PER_RANGE
-PART_COUNT = 256  # of a split group
+PART_COUNT = 256  # of a split group; hashes are keyed, so that none without the key can fill one part alone
 PART_BATCHES = 4  # a part may be replaced by so many times the items of a batch
 
 _BITMAP = struct.Struct("<Q")

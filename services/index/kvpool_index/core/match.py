@@ -14,11 +14,11 @@ LiveNodeOf = Callable[[int], NodeInfo | None]
 """The live node behind an ordinal, or None."""
 
 
-_KEPT_JUDGEMENTS: Final = 4096
+_CACHED_VALUES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _Evaluated:
     """What one value means to one kind of request while the nodes that it names are as they were."""
 
     locations: tuple[Location, ...]
@@ -31,13 +31,13 @@ class _Judged:
 _Asked = tuple[Coverage, str]  # what a request wants, and its host
 
 
-class Judgements:
+class MatchCache:
     """What values meant to earlier requests. Values repeat: a chain lies at one place, and is asked for again."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bytes, _Asked], _Judged] = {}
+        self._known: dict[tuple[bytes, _Asked], _Evaluated] = {}
 
-    def get(self, value: bytes, asked: _Asked, live_node: LiveNodeOf) -> _Judged | None:
+    def get(self, value: bytes, asked: _Asked, live_node: LiveNodeOf) -> _Evaluated | None:
         """What it meant, if all its nodes are still what they were."""
         known = self._known.get((value, asked))
         if known is not None:
@@ -50,9 +50,9 @@ class Judgements:
     def __len__(self) -> int:
         return len(self._known)
 
-    def put(self, value: bytes, asked: _Asked, judged: _Judged) -> None:
+    def put(self, value: bytes, asked: _Asked, judged: _Evaluated) -> None:
         """Keep one; all others are forgotten when there are too many."""
-        if len(self._known) >= _KEPT_JUDGEMENTS:
+        if len(self._known) >= _CACHED_VALUES:
             self._known.clear()
         self._known[value, asked] = judged
 
@@ -61,13 +61,13 @@ class Matcher:
     """Judges the values of one request. Equal values are judged once, and make one run."""
 
     def __init__(
-        self, coverage: Coverage, *, host_id: str, live_node: LiveNodeOf, known: Judgements | None = None
+        self, coverage: Coverage, *, host_id: str, live_node: LiveNodeOf, known: MatchCache | None = None
     ) -> None:
         self._coverage = coverage
         self._host_id = host_id
         self._live_node = live_node
-        self._known = known if known is not None else Judgements()
-        self._judged: dict[bytes, _Judged] = {}
+        self._known = known if known is not None else MatchCache()
+        self._judged: dict[bytes, _Evaluated] = {}
         self.dead_ordinals: set[int] = set()
         self.malformed_count = 0  # distinct values that no index wrote
 
@@ -95,18 +95,18 @@ class Matcher:
             runs.append(MatchRun(chunk_count=count, locations=locations))
         return ChainMatch(matched_chunks=at, runs=tuple(runs), nodes=nodes)
 
-    def _judge(self, value: bytes) -> _Judged:
+    def _judge(self, value: bytes) -> _Evaluated:
         asked = (self._coverage, self._host_id)
         judged = self._known.get(value, asked, self._live_node)
         if judged is None:
-            judged = self._judge_anew(value)
+            judged = self._evaluate(value)
             self._known.put(value, asked, judged)
         self.dead_ordinals.update(ordinal for ordinal, node in judged.seen if node is None)
         self.malformed_count += judged.is_malformed
         self._judged[value] = judged
         return judged
 
-    def _judge_anew(self, value: bytes) -> _Judged:
+    def _evaluate(self, value: bytes) -> _Evaluated:
         coverage = self._coverage
         ranked: list[tuple[tuple[bool, int, bytes], Location]] = []
         nodes: dict[bytes, NodeInfo] = {}
@@ -126,7 +126,7 @@ class Matcher:
                     location = Location(node_id=node.node_id, incarnation=node.incarnation, tier=tier, shards=shards)
                     ranked.append(((away, TIER_RANK[tier], node.node_id), location))
         ranked.sort(key=lambda pair: pair[0])
-        return _Judged(
+        return _Evaluated(
             locations=tuple(location for _, location in ranked),
             covered=coverage.is_met_by(union),
             nodes=tuple(nodes.values()),

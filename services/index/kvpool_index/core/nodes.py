@@ -66,7 +66,7 @@ class NodeTable:
         """Take the store's whole answer in steps of REFRESH_STEP_NODES, between which others may have their turn; all
         counts at the end. asked_at_s: when it was asked, so that no lease is overestimated.
 
-        Renewals that are noted meanwhile count. What else changes meanwhile is lost: abandon the iterator then.
+        Renewals that are noted meanwhile count. What else changes meanwhile is lost: make those changes again.
         """
         self._renewed = {}
         by_ordinal: dict[int, _Known] = {}

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 from kvpool import __version__
 from kvpool.cli.doctor.clocks import lead_s
 from kvpool.cli.doctor.finding import Finding, bad, skipped, warning, well
-from kvpool.cli.top_metrics import Samples, fetch_all, in_threads, metrics_opener
+from kvpool.cli.top_metrics import Samples, fetch_all, in_threads, metrics_answer
+from kvpool.core.errors import InvalidRequest
 
 _CONNECT_TIMEOUT_S = 2.0
 _AT_ONCE = 32
@@ -126,16 +127,15 @@ async def _clocks(urls: Sequence[str]) -> list[Finding]:
 
 def clock_skew_s(url: str) -> float | None:
     """How far the clock of an HTTP server is ahead of ours; None where it does not tell. Blocking."""
-    opener = metrics_opener()
     try:
         if urlsplit(url).scheme != "http":
             return None
         began_s = time.time()
-        with opener.open(url, timeout=_CONNECT_TIMEOUT_S) as answer:
+        with metrics_answer(url) as answer:
             told_s = parsedate_to_datetime(answer.headers["Date"]).timestamp()
         # A date has no fractions.
         return lead_s(told_s, told_s + 1.0, began_s=began_s, ended_s=time.time())
-    except (OSError, ValueError, TypeError, HTTPException):
+    except (OSError, ValueError, TypeError, HTTPException, InvalidRequest):
         return None
 
 

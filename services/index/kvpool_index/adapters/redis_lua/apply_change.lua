@@ -21,6 +21,8 @@
 local band, bor, bnot, bxor, lshift, tobit = bit.band, bit.bor, bit.bnot, bit.bxor, bit.lshift, bit.tobit
 local spread = unpack
 local unpack, pack, sub = struct.unpack, struct.pack, string.sub
+-- Fences keep a stream out whose node has opened a later one; of more than 256 nodes in one group the oldest go. A write
+-- that such a stream had on its way then counts, as one that came in time would have, until the node's next comparison.
 local MAX_ENTRIES, MAX_FENCES = 64, 256
 local SPLIT_CHUNKS, SPLIT_AGAIN_CHUNKS = 1024, 64
 
