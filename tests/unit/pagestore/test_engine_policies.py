@@ -270,7 +270,7 @@ async def test_a_write_through_page_that_a_peer_brought_first_is_durable_at_its_
             source = RemoteSource(node_id=b"o" * 16, incarnation=7, bulk_endpoint="owner:1")
             assert (await acquire_one(running, peer, wanted(1, source))).source is Source.REMOTE
             assert await running.engine.pages.commit(peer, [grant.lease_id]) == [None]
-            assert [page.metadata.priority for page in stored(world.memory)] == [9]
+            assert [page.metadata.priority for page in stored_pages(world.memory)] == [9]
 
 
 async def test_a_changed_policy_is_applied_in_bounded_steps_and_announces_what_is_there(
