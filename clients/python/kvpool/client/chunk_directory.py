@@ -127,6 +127,7 @@ class ChunkDirectory:
         self._is_loaded = True
         found: dict[tuple[int, bytes], list[bytes]] = {}  # chunk hashes and group heads in turn
         for places in self._truth.chunks():
+            yield  # finding them was a step of its own
             for number, hashes, heads in _by_range(places):
                 found.setdefault((number, places.keyspace), []).extend((hashes, heads))
             yield

@@ -25,7 +25,7 @@ from kvpool_pagestore.core.retention import extended
 from kvpool_pagestore.core.stored_pages import run_begins, words
 
 _PART_ROWS: Final = 256
-_PLACED_ROWS: Final = 1 << 16  # a step of 10 ms; what it gathers for each range goes back to the system afterwards
+_PLACED_ROWS: Final = 1 << 16  # two steps of 10 ms; what is gathered for each range goes back to the system afterwards
 _MANY: Final = 1 << 62
 
 PageBytes = Callable[[PageKey], int]
