@@ -275,7 +275,7 @@ class Pulls:
         self._watch = None
         now_s, delay_s = self._clock.monotonic_s(), self._delay.delay_s
         for peer in list(self._peers.values()):
-            late = [stream for stream in peer.streams if now_s - stream.moved_s >= delay_s]
+            late = [stream for stream in peer.streams if stream.complete and now_s - stream.moved_s >= delay_s]
             hung = [stream for stream in late if now_s - stream.moved_s >= self._limits.stall_s]
             for stream in hung:
                 if not stream.stalled:
@@ -299,7 +299,10 @@ class Pulls:
         streams = self._streams()
         if len(streams) < self._pullers.threads or any(stream.stalled for stream in streams):
             return
-        quietest = min(streams, key=lambda stream: stream.moved_s)
+        asked = [stream for stream in streams if stream.complete]
+        if not asked:
+            return  # all wait for slots: none has a thread yet
+        quietest = min(asked, key=lambda stream: stream.moved_s)
         if now_s - quietest.moved_s >= _QUIET_S:
             self._give_up(quietest)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvpool.core.clock import Clock
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.copies import HeldChunk, Holder, others, pick, ranked
+from kvpool_pagestore.core.copies import HeldChunk, Holder, others, pick, ranked, takes_durable
 from kvpool_pagestore.core.hotness import HotChunks
 from kvpool_pagestore.core.replicas import GroupName, ReplicaGroup, ReplicaQueue
 from kvpool_pagestore.engine_copying import Copying, lacking
@@ -102,11 +102,13 @@ class Replication:
         nodes = await self._copying.nodes()
         holders = await self._copying.holders(chunks)
         candidates = ranked(nodes, me, chunks[0].keyspace, chunks[0].group_head_hash)
+        without_disk = {node.info.node_id for node in nodes if not takes_durable(node)}
         targets: dict[bytes, list[HeldChunk]] = {}
         for chunk in chunks:
             present = others(chunk, holders[chunk], me.node_id)
             had = {node.node_id for node in present}
             hosts = {me.host_id} | {node.host_id for node in present}
+            had = had if not chunk.durable else had | without_disk
             left = [node for node in candidates if node.node_id not in had]
             for node in pick(left, factor - 1 - len(present), hosts, lambda _: True):
                 targets.setdefault(node.node_id, []).append(chunk)

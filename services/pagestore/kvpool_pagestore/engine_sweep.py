@@ -17,7 +17,7 @@ from kvpool.core.cluster import LiveNode, NodeInfo
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from kvpool.core.placement import place
-from kvpool_pagestore.core.copies import HeldChunk, Holder, is_safe_without, others
+from kvpool_pagestore.core.copies import HeldChunk, Holder, is_safe_without, others, takes_durable
 from kvpool_pagestore.core.pace import Pace
 from kvpool_pagestore.engine_copying import Copying, Wanted, by_group, lacking
 from kvpool_pagestore.engine_kept import KeptValue
@@ -95,7 +95,7 @@ class Sweep:
         me = self._copying.placement.me()
         if me is None or me.draining:
             return
-        nodes = await self._copying.nodes()
+        nodes = [node for node in await self._copying.nodes() if takes_durable(node)]
         ids = {node.info.node_id for node in nodes if not node.info.draining}
         if self._known is None:
             await self._settle(ids)

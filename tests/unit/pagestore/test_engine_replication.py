@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -13,7 +14,7 @@ from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.testing import eventually
 from kvpool_pagestore import engine_held
 from kvpool_pagestore.core.disk_map import DiskMap
-from tests.fixtures.movement import Cluster, MemberPeers, cluster_of, flip
+from tests.fixtures.movement import Cluster, MemberPeers, cluster_of, flip, join
 from tests.fixtures.pagestore import KEYSPACE, TENANT, metadata
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 
@@ -44,6 +45,21 @@ async def test_without_another_host_a_node_of_the_same_host_serves() -> None:
         await fill(cluster)
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
         assert cluster.members[0].run.engine.gauges().replica_queue_chunks == 0, "too few nodes are no failure"
+
+
+async def test_durable_copies_go_only_to_nodes_with_a_disk() -> None:
+    async with cluster_of(1, replication_factor=2) as cluster, AsyncExitStack() as stack:
+        await join(cluster, stack, 1, host="host-1", disk=False, replication_factor=2)
+        await join(cluster, stack, 2, host="host-2", replication_factor=2)
+        await fill(cluster, numbers=range(0, 20 * 16, 16))  # twenty chain groups: placement would name either node
+        await eventually(lambda: all(cluster.holders_of(number) == [0, 2] for number in range(0, 20 * 16, 16)))
+        assert not cluster.members[1].pushed_bytes
+        sent = cluster.members[0].run
+        await eventually(lambda: sent.metric("moved_pages_total", purpose="replica") == 20)
+        await sent.engine.movement.sweep.sweep()
+        assert not any(
+            "move_failures" in one.name for one in sent.registry.collect() if one.samples and one.samples[0].value
+        )
 
 
 async def test_a_factor_of_one_asks_nobody() -> None:

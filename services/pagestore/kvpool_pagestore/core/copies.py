@@ -68,6 +68,11 @@ def missing(chunk: HeldChunk, holders: Iterable[Holder], node_id: bytes) -> int:
     return next((chunk.lacking(one.held(chunk)) for one in holders if one.node.node_id == node_id), chunk.shards)
 
 
+def takes_durable(node: LiveNode) -> bool:
+    """Return whether a node has a disk; of one that has not reported its load yet that is assumed."""
+    return node.load.disk_capacity_bytes > 0 or not node.load.arena_capacity_bytes
+
+
 def ranked(nodes: Sequence[LiveNode], me: NodeInfo, keyspace: bytes, head: bytes) -> list[NodeInfo]:
     """The other nodes that take new pages, in the order of placement, those of this host last."""
     infos = [one.info for one in nodes if one.info.node_id != me.node_id and one.info.bulk_endpoint]

@@ -234,7 +234,8 @@ class EvictionPolicy(Generic[K]):
         """Take out the next victim. None if nothing may go.
 
         domains: only keys of these, if not None; name the same object again while the next victim is to be of the same
-        domains, or each victim costs a step for each of them. spare: keys for which it is true are passed over this time.
+        domains, or each victim costs a step for each of them. spare: keys for which it is true are passed over this
+        time.
         """
         self._now_us, self._was_full = now_us, True
         spared: list[int] = []
