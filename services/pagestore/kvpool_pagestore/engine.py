@@ -15,19 +15,23 @@ from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.engine_clear import Clearing
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_drain import Drain
+from kvpool_pagestore.engine_durable_value import DurableValue
 from kvpool_pagestore.engine_evict import Evicting
 from kvpool_pagestore.engine_listing import Listing
+from kvpool_pagestore.engine_local_pages import LocalPages
 from kvpool_pagestore.engine_locations import Announcer, NodeTruth
-from kvpool_pagestore.engine_movement import Movement
 from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_parts import (
     EngineParts,
     disk_tier,
     ledger_limits,
+    make_copy_planner,
     make_flights,
     make_quotas,
     make_retained,
     node_policy,
+    replication_limits,
     session_times,
     write_back_limits,
 )
@@ -35,6 +39,7 @@ from kvpool_pagestore.engine_policies import Policies
 from kvpool_pagestore.engine_prefetch import Prefetch
 from kvpool_pagestore.engine_prepare import Preparation
 from kvpool_pagestore.engine_quarantine import Quarantine
+from kvpool_pagestore.engine_replication import ReplicationManager
 from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
 from kvpool_pagestore.engine_space import ArenaSpace
@@ -124,18 +129,14 @@ class PageStoreEngine:
     ) -> None:
         """What sessions and other nodes ask for, on top of the tiers."""
         tasks, workers = self._tasks, parts.workers
-        self.movement = Movement(
-            config,
-            parts,
-            policies,
-            self._ledger,
-            self._space,
-            self._sealing,
-            self._disk,
-            self._keyspaces,
-            self._flush_all,
-            tasks,
-            metrics,
+        local = self._local = LocalPages(
+            self._ledger, self._space, self._sealing, self._disk, self._write_back, self._keyspaces, tasks
+        )
+        planner = make_copy_planner(config, parts, local, policies, tasks, metrics)
+        self.drain = Drain(planner, DurableValue(self._disk, "draining", tasks))
+        served_nodes = DurableValue(self._disk, "settled-nodes", tasks)
+        self.replication = ReplicationManager(
+            replication_limits(config), planner, policies, served_nodes, tasks, metrics, parts.clock
         )
         flights = make_flights(
             config, parts, self._ledger, self._space, self._sealing, self._disk, policies, tasks, metrics
@@ -155,9 +156,12 @@ class PageStoreEngine:
             parts.tracer,
         )
         self.spans = SpanCalls(self._ledger, self._space, self._disk, self.retained, self.pages, metrics)
-        self.movement.attach(self._announcer, self.pages)
+        self.pages.refuses = self.drain.refusal
+        self._announcer.on_stored = self.replication.handle_stored
+        self._announcer.on_staged = self.replication.handle_staged
+        self.pages.on_read = self.replication.handle_read
         self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, config.arena_bytes)
-        most_read = self.movement.replication.most_read
+        most_read = self.replication.most_read
         self.listing = Listing(self._ledger, self._disk, self._keyspaces, most_read, parts.clock)
 
     # Life
@@ -174,7 +178,8 @@ class PageStoreEngine:
         await self._disk.load()
         self.policies.repeat()  # the quotas of keyspaces that only the disk knew
         await self.quotas.enforce()
-        await self.movement.load()
+        await self.drain.load()
+        await self.replication.load()
         value = await self._disk.load_value(_INCARNATION)
         return int.from_bytes(value, "little") if value is not None else 0
 
@@ -192,13 +197,14 @@ class PageStoreEngine:
         self._draining = True
         await self.preparation.stop()
         self.retained.stop()
-        await self.movement.stop()
+        await self.replication.stop()
+        await self.drain.stop()
         await self.sessions.stop()
         try:
             async with asyncio.timeout(drain_s):
                 # More than once: a commit that was being verified adds its pages only now.
                 while self._write_back is not None and self.dirty_page_count:
-                    await self._flush_all()
+                    await self._local.flush()
         except TimeoutError:
             _log.error("%d pages are lost with this process: no time left to write them", self.dirty_page_count)
         except KvPoolError as error:
@@ -259,10 +265,6 @@ class PageStoreEngine:
             _log.warning("flushed, but the index does not know yet: %s", error)
         return counts
 
-    async def _flush_all(self) -> None:
-        if self._write_back is not None:
-            await self._write_back.flush({one.keyspace for one in self._keyspaces.all()})
-
     async def clear(self, tenant: str, keyspace: bytes) -> int:
         """Drop pages from staging, disk and index; how many. keyspace: empty means all of the tenant's."""
         return await self._tasks.finish(self._clearing.clear(self._chosen(tenant, keyspace)), "clear")
@@ -290,8 +292,8 @@ class PageStoreEngine:
             pinned_bytes=self.retained.pinned_bytes,
             write_back_oldest_seconds=self._write_back.oldest_s if self._write_back is not None else 0.0,
             write_back_waiting_bytes=self._write_back.waiting_bytes if self._write_back is not None else 0,
-            replica_queue_chunks=self.movement.replication.waiting_chunks,
-            draining=int(self.movement.drain.refuses_pages),
+            replica_queue_chunks=self.replication.waiting_chunks,
+            draining=int(self.drain.refuses_pages),
         )
 
     @property

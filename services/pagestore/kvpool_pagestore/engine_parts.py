@@ -13,12 +13,16 @@ from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
 from kvpool_pagestore.core.policy import NodePolicy, PolicyBook
 from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_pagestore.core.writeback import WriteBackLimits
+from kvpool_pagestore.engine_copy_planner import CopyPlanner
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
+from kvpool_pagestore.engine_local_pages import LocalPages
 from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_pull_values import PullLimits
 from kvpool_pagestore.engine_pulls import Pulls
+from kvpool_pagestore.engine_push import PagePusher
 from kvpool_pagestore.engine_quota import Quotas
+from kvpool_pagestore.engine_replication import ReplicationLimits
 from kvpool_pagestore.engine_retention import Retained
 from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import SessionTimes
@@ -26,8 +30,7 @@ from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
-from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
-from kvpool_pagestore.ports_movement import NO_PLACEMENT, Placement
+from kvpool_pagestore.ports import NO_PLACEMENT, Arena, IndexLink, PageStore, PeerPages, Placement, Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,31 @@ def session_times(config: PageStoreConfig) -> SessionTimes:
         max_sessions=config.max_sessions,
         max_leases=config.max_leases,
     )
+
+
+def replication_limits(config: PageStoreConfig) -> ReplicationLimits:
+    return ReplicationLimits(
+        queue_chunks=config.replica_queue_chunks,
+        groups_at_once=2 * config.push_threads,
+        linger_s=config.replica_linger_ms / 1e3,
+        hot_uses_per_minute=config.hot_uses_per_minute,
+        hot_copies=config.hot_copies,
+        sweep_interval_s=config.sweep_interval_ms / 1e3,
+        rebalance_bytes_per_s=config.rebalance_bytes_per_s,
+    )
+
+
+def make_copy_planner(
+    config: PageStoreConfig,
+    parts: EngineParts,
+    local: LocalPages,
+    policies: PolicyBook,
+    tasks: EngineTasks,
+    metrics: PageStoreMetrics,
+) -> CopyPlanner:
+    workers, timeout_s = parts.workers.push or parts.workers.pull, config.push_timeout_ms / 1e3
+    pusher = PagePusher(local, parts.peers, workers, tasks, metrics, timeout_s)
+    return CopyPlanner(parts.placement, pusher, local, policies, config.replication_factor, parts.clock)
 
 
 def disk_tier(

@@ -94,11 +94,11 @@ def test_a_victim_of_some_domains_costs_the_same_with_thousands_of_them() -> Non
     some.add(2500)
     policy.touch(2999)
     left = set(range(6000)) - set(gone)
-    while (number := policy.evict(domains=some)) is not None:
-        left.remove(number)
-        if number < 6000 and number % 1000 == 7:  # some come back
-            policy.insert(number + 6000, domain=number % 3000)
-            left.add(number + 6000)
+    while (victim := policy.evict(domains=some)) is not None:
+        left.remove(victim)
+        if victim < 6000 and victim % 1000 == 7:  # some come back
+            policy.insert(victim + 6000, domain=victim % 3000)
+            left.add(victim + 6000)
     assert {number % 3000 for number in left} == {*range(2000, 2500), *range(2501, 3000)}
 
 
