@@ -18,8 +18,7 @@ from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_local_pages import LocalPages
 from kvpool_pagestore.engine_locations import Announcer
-from kvpool_pagestore.engine_pull_values import PullLimits
-from kvpool_pagestore.engine_pulls import Pulls
+from kvpool_pagestore.engine_pulls import PullCaller, PullLimits, Pulls
 from kvpool_pagestore.engine_push import PagePusher
 from kvpool_pagestore.engine_quota import Quotas
 from kvpool_pagestore.engine_replication import ReplicationLimits
@@ -179,12 +178,11 @@ def make_flights(
     metrics: PageStoreMetrics,
 ) -> Flights:
     limits = PullLimits(
-        timeout_s=config.pull_timeout_ms / 1e3,
         stall_s=config.pull_stall_ms / 1e3,
         hedge_s=config.hedge_ms / 1e3,
         streams_per_peer=config.pull_streams_per_peer,
         moving_streams=config.pull_threads,
     )
-    pullers, clock = parts.workers.pull, parts.clock
-    pulls = Pulls(limits, ledger, space, parts.peers, parts.index, pullers, tasks, metrics, clock, parts.tracer)
+    caller = PullCaller(parts.peers, parts.workers.pull, space, config.pull_timeout_ms / 1e3, parts.tracer)
+    pulls = Pulls(limits, ledger, space, caller, parts.index, tasks, metrics, parts.clock)
     return Flights(ledger, space, sealing, disk, pulls, policies, tasks, parts.tracer)

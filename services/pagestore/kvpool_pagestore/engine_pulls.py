@@ -1,7 +1,7 @@
-"""Pages on their way from peers: streams per peer, a second source for what does not move, the first good copy wins.
+"""Pulling pages from peers: streams per peer, a second source for what does not move, the first good copy wins.
 
 A page that is asked of two sources has two slots, one for each: no two threads ever write into one. The slower source's
-stream is stopped once nobody waits for it, and its slots come back when its thread has left them.
+stream is stopped once no page needs it, and its slots come back when its thread has left them.
 
 A stream takes a thread. So that peers that hang do not keep others from being asked, streams that have brought nothing
 for a while do not count against the limit of streams; when all threads are taken, the quietest stream is given up.
@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvpool.core.clock import Clock
@@ -22,20 +23,131 @@ from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool.core.tracing import BYTES, NO_TRACER, PAGES, PEER, SpanKind, Tracer
 from kvpool_pagestore.core.hedging import HedgeDelay
+from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.retention import inherited
-from kvpool_pagestore.core.slots import Slot
-from kvpool_pagestore.engine_pull_values import Pulled, PulledPeer, PullLimits, PullStream
+from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_stop import StopSignal
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
-from kvpool_pagestore.ports import IndexLink, PeerPages, PullItem, RemoteSource, Workers
+from kvpool_pagestore.ports import IndexLink, PageMetadata, PeerPages, PullItem, RemoteSource, Workers
 
 _log = logging.getLogger(__name__)
 
 _PULL_PAGES = 32  # of one stream: what it may hold of the arena
 _HEDGED_MAX = 256  # pages asked of two sources at once
 _QUIET_S = 0.25  # a stream that brings nothing for so long leaves its place to another one
+QUIET_STREAMS_MAX = 64
+"""Threads for streams whose peers are slow or hang, on top of those for streams that move."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullLimits:
+    """Bounds of pulls."""
+
+    stall_s: float  # a stream that brings nothing for so long is given up
+    hedge_s: float  # least time without a page after which the next source is asked too; 0: never
+    streams_per_peer: int
+    moving_streams: int  # to all peers together; a stream that has brought nothing for a while does not count
+
+
+@dataclass(slots=True, eq=False)
+class Pulled:
+    """One page that is wanted from peers. `on_settled` is called once, on the loop."""
+
+    record: PageRecord
+    keyspace: Keyspace
+    sources: list[RemoteSource]  # not asked yet, best first
+    on_settled: Callable[[Pulled, Slot | None, KvPoolError | None, bool], None]
+    tried: set[RemoteSource] = field(default_factory=set)
+    attempts: int = 0  # under way, or waiting for a stream
+    hedge: RemoteSource | None = None  # asked because the one before it was slow
+    settled: bool = False
+    cause: object | None = None  # trace of the request that began it
+
+
+@dataclass(slots=True, eq=False)
+class PullStream:
+    """One call to one peer. pages: by their position in the call, those that it has not settled."""
+
+    source: RemoteSource
+    pages: dict[int, tuple[Pulled, Slot]] = field(default_factory=dict)
+    metadata: dict[int, PageMetadata] = field(default_factory=dict)  # of the source, written by its thread
+    stop: StopSignal = field(default_factory=StopSignal)
+    moved_s: float = 0.0
+    complete: bool = False  # all its pages are in `pages`, or were
+    stalled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PulledPeer:
+    """What is asked of one peer."""
+
+    waiting: deque[tuple[Pulled, RemoteSource]] = field(default_factory=deque)
+    streams: set[PullStream] = field(default_factory=set)
+
+
+class PullCaller:
+    """Calls peers on threads: one call a stream."""
+
+    def __init__(
+        self, peers: PeerPages, workers: Workers, space: ArenaSpace, timeout_s: float, tracer: Tracer = NO_TRACER
+    ) -> None:
+        self._peers = peers
+        self._workers = workers
+        self._space = space
+        self._timeout_s = timeout_s  # of one stream
+        self._tracer = tracer
+
+    @property
+    def threads(self) -> int:
+        """Streams that may be open at once."""
+        return self._workers.threads
+
+    async def call(
+        self,
+        stream: PullStream,
+        pages: list[tuple[Pulled, Slot]],
+        on_page: Callable[[int, KvPoolError | None, bool], None],
+    ) -> None:
+        """Pull pages of one keyspace from the stream's source into their slots; `on_page` runs on the loop.
+
+        When this returns or raises, the thread has left all slots, and each `on_page` has run. Raises Overloaded.
+        """
+        loop = asyncio.get_running_loop()
+
+        def received(position: int, error: KvPoolError | None, hit: bool) -> None:  # on the pulling thread
+            page, slot = pages[position]
+            reach("pagestore.pull.received")
+            if hit and error is None:
+                error = _verify(page, self._space.view(slot))
+            loop.call_soon_threadsafe(on_page, position, error, hit)
+
+        causes = [page.cause for page, _ in pages]
+        with self._tracer.part_of(causes, "pagestore.pull", kind=SpanKind.CLIENT) as span:
+            if span.recording:
+                size_bytes = sum(page.record.page_bytes for page, _ in pages)
+                span.set({PEER: stream.source.bulk_endpoint, PAGES: len(pages), BYTES: size_bytes})
+            # In this context, so that the span goes to the peer with the call.
+            await self._workers.run(copy_context().run, self._call_blocking, stream, pages, received)
+
+    def _call_blocking(
+        self,
+        stream: PullStream,
+        pages: list[tuple[Pulled, Slot]],
+        on_page: Callable[[int, KvPoolError | None, bool], None],
+    ) -> None:
+        items = [
+            PullItem(
+                key=page.record.key,
+                destination=self._space.view(slot),
+                on_metadata=partial(stream.metadata.__setitem__, position),
+            )
+            for position, (page, slot) in enumerate(pages)
+        ]
+        spec = pages[0][0].keyspace.spec
+        self._peers.pull(stream.source, spec, items, self._timeout_s, on_page, stream.stop)
 
 
 class Pulls:
@@ -46,21 +158,17 @@ class Pulls:
         limits: PullLimits,
         ledger: Ledger,
         space: ArenaSpace,
-        peers: PeerPages,
+        caller: PullCaller,
         index: IndexLink,
-        pullers: Workers,
         tasks: EngineTasks,
         metrics: PageStoreMetrics,
         clock: Clock,
-        tracer: Tracer = NO_TRACER,
     ) -> None:
-        self._tracer = tracer
         self._limits = limits
         self._ledger = ledger
         self._space = space
-        self._pages = peers
+        self._caller = caller
         self._index = index
-        self._pullers = pullers
         self._tasks = tasks
         self._metrics = metrics
         self._clock = clock
@@ -108,7 +216,7 @@ class Pulls:
         streams = self._streams()
         quiet_before_s = self._clock.monotonic_s() - _QUIET_S
         moving_count = sum(stream.moved_s > quiet_before_s for stream in streams)
-        places = min(self._limits.moving_streams - moving_count, self._pullers.threads - len(streams))
+        places = min(self._limits.moving_streams - moving_count, self._caller.threads - len(streams))
         return self._waiting_peers()[: max(0, places)]
 
     def _streams(self) -> list[PullStream]:
@@ -138,16 +246,7 @@ class Pulls:
 
     async def _run(self, peer: PulledPeer, stream: PullStream, pages: list[Pulled]) -> None:
         failure: KvPoolError = KvPoolError(f"the pull from {stream.source.bulk_endpoint} ended early")
-        loop = asyncio.get_running_loop()
         going: list[tuple[Pulled, Slot]] = []
-
-        def on_page(position: int, error: KvPoolError | None, hit: bool) -> None:  # on the pulling thread
-            page, slot = going[position]
-            reach("pagestore.pull.received")
-            if hit and error is None:
-                error = _verify(page, self._space.view(slot))
-            loop.call_soon_threadsafe(self._arrived, stream, position, error, hit)
-
         unplaced = deque(pages)
         try:
             while unplaced:
@@ -163,12 +262,11 @@ class Pulls:
             stream.moved_s = self._clock.monotonic_s()
             stream.complete = True
             if going:
-                await self._pull(stream, going, on_page)
+                await self._caller.call(stream, going, partial(self._arrived, stream))
         except KvPoolError as error:
             failure = error
         finally:
-            # Threads hand over by call_soon_threadsafe, in order: what the pull reported has been settled by now, and
-            # the thread has left all its slots.
+            # What the call reported is settled by now, and its thread has left all slots.
             for position in list(stream.pages):
                 self._arrived(stream, position, failure, False)
             for page in unplaced:
@@ -176,39 +274,8 @@ class Pulls:
             peer.streams.discard(stream)
             self._pump()
 
-    async def _pull(
-        self,
-        stream: PullStream,
-        going: list[tuple[Pulled, Slot]],
-        on_page: Callable[[int, KvPoolError | None, bool], None],
-    ) -> None:
-        causes = [page.cause for page, _ in going]
-        with self._tracer.part_of(causes, "pagestore.pull", kind=SpanKind.CLIENT) as span:
-            if span.recording:
-                size_bytes = sum(page.record.page_bytes for page, _ in going)
-                span.set({PEER: stream.source.bulk_endpoint, PAGES: len(going), BYTES: size_bytes})
-            # With this context: the peer is told of the span.
-            await self._pullers.run(copy_context().run, self._pull_blocking, stream, going, on_page)
-
-    def _pull_blocking(
-        self,
-        stream: PullStream,
-        going: list[tuple[Pulled, Slot]],
-        on_page: Callable[[int, KvPoolError | None, bool], None],
-    ) -> None:
-        items = [
-            PullItem(
-                key=page.record.key,
-                destination=self._space.view(slot),
-                on_metadata=partial(stream.told.__setitem__, position),
-            )
-            for position, (page, slot) in enumerate(going)
-        ]
-        spec = going[0][0].keyspace.spec
-        self._pages.pull(stream.source, spec, items, self._limits.timeout_s, on_page, stream.stop)
-
     async def _slot(self, page: Pulled) -> Slot | KvPoolError | None:
-        """None if the page came from elsewhere meanwhile."""
+        """Return a slot, or None if the page came from elsewhere meanwhile."""
         return await self._space.find(
             page.keyspace.tenant,
             page.record.page_bytes,
@@ -229,11 +296,11 @@ class Pulls:
             silent_s = min(now_s - stream.moved_s, self._limits.stall_s)
             error = DeadlineExceeded(f"{stream.source.bulk_endpoint} sent nothing for {silent_s:g} s")
         self._judge(page, stream.source, error, hit)
-        self._ledger.describe_fill(slot, inherited(page.record.metadata, stream.told.pop(position, None)))
+        self._ledger.describe_fill(slot, inherited(page.record.metadata, stream.metadata.pop(position, None)))
         self._settle(page, slot, error, hit)
 
     def _judge(self, page: Pulled, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:
-        """Report a source that did not have what it was said to have."""
+        """Report a source that did not have what the index said it has."""
         if isinstance(error, PageCorrupt):
             self._metrics.verification_failures.labels("peer").inc()
             _log.error("page %s from %s fails verification", page.record.key, source.bulk_endpoint)
@@ -257,7 +324,7 @@ class Pulls:
                 self._ledger.unpin(present)
 
     def _stop_unwanted(self, page: Pulled) -> None:
-        """The page is here: streams that nobody waits for any more are stopped."""
+        """The page is here: streams that no page needs any more are stopped."""
         for source in page.tried:
             peer = self._peers.get(source.bulk_endpoint)
             for stream in peer.streams if peer is not None else ():
@@ -297,7 +364,7 @@ class Pulls:
     def _make_place(self, now_s: float) -> None:
         """Give up the quietest stream if all threads are taken and none is on its way back."""
         streams = self._streams()
-        if len(streams) < self._pullers.threads or any(stream.stalled for stream in streams):
+        if len(streams) < self._caller.threads or any(stream.stalled for stream in streams):
             return
         asked = [stream for stream in streams if stream.complete]
         if not asked:

@@ -27,7 +27,7 @@ from kvpool_pagestore.adapters.placement import IndexPlacement
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
-from kvpool_pagestore.engine_pull_values import QUIET_STREAMS_MAX
+from kvpool_pagestore.engine_pulls import QUIET_STREAMS_MAX
 from kvpool_pagestore.main_servers import PageStoreServers, parse_address
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import IndexLink, NoPlacement, PageStore
