@@ -223,7 +223,7 @@ def _decode_write_request(message: bytes) -> WriteMessage:
 
 
 def _received(requests: Iterator[WriteMessage], watch: StreamWatch) -> Iterator[WriteMessage]:
-    """The messages of a stream; a client that left or ran out of time is no fault of ours."""
+    """Yield the messages of a stream; a client that left or ran out of time is not an error of this server."""
     try:
         for request in requests:
             watch.moved()

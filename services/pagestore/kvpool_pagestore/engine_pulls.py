@@ -209,7 +209,7 @@ class Pulls:
             if not peer.waiting and not peer.streams:
                 del self._peers[endpoint]
         if self._peers and self._watch is None:
-            self._watch_later()
+            self._check_later()
 
     def _startable(self) -> list[tuple[str, PulledPeer]]:
         """Peers that may be asked now: as many as there are places for streams."""
@@ -258,7 +258,7 @@ class Pulls:
                 elif page.hedge == stream.source and page.attempts > 1 and not page.settled:
                     self._unhedge(page, stream.source)
                 else:
-                    self._settle(page, None, slot, False)
+                    self._finish_attempt(page, None, slot, False)
             stream.moved_s = self._clock.monotonic_s()
             stream.complete = True
             if going:
@@ -270,7 +270,7 @@ class Pulls:
             for position in list(stream.pages):
                 self._arrived(stream, position, failure, False)
             for page in unplaced:
-                self._settle(page, None, failure, False)
+                self._finish_attempt(page, None, failure, False)
             peer.streams.discard(stream)
             self._pump()
 
@@ -295,11 +295,11 @@ class Pulls:
         elif stream.stalled:
             silent_s = min(now_s - stream.moved_s, self._limits.stall_s)
             error = DeadlineExceeded(f"{stream.source.bulk_endpoint} sent nothing for {silent_s:g} s")
-        self._judge(page, stream.source, error, hit)
+        self._report_source(page, stream.source, error, hit)
         self._ledger.describe_fill(slot, inherited(page.record.metadata, stream.metadata.pop(position, None)))
-        self._settle(page, slot, error, hit)
+        self._finish_attempt(page, slot, error, hit)
 
-    def _judge(self, page: Pulled, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:
+    def _report_source(self, page: Pulled, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:
         """Report a source that did not have what the index said it has."""
         if isinstance(error, PageCorrupt):
             self._metrics.verification_failures.labels("peer").inc()
@@ -307,7 +307,7 @@ class Pulls:
         if isinstance(error, PageCorrupt | StaleIncarnation) or (error is None and not hit):
             self._index.report_stale(page.record.key, page.record.metadata.group_head_hash, source)
 
-    def _settle(self, page: Pulled, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
+    def _finish_attempt(self, page: Pulled, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
         """One attempt has ended. The first good copy counts; a failure only when no other attempt is under way."""
         page.attempts -= 1
         good = hit and error is None
@@ -333,11 +333,11 @@ class Pulls:
 
     # Hedging
 
-    def _watch_later(self) -> None:
+    def _check_later(self) -> None:
         pause_s = min(self._delay.delay_s if self._delay.enabled else self._limits.stall_s, _QUIET_S) / 2
-        self._watch = asyncio.get_running_loop().call_later(pause_s, self._look)
+        self._watch = asyncio.get_running_loop().call_later(pause_s, self._check_streams)
 
-    def _look(self) -> None:
+    def _check_streams(self) -> None:
         """Ask others for what does not move, and give up what has not moved for long."""
         self._watch = None
         now_s, delay_s = self._clock.monotonic_s(), self._delay.delay_s
@@ -346,9 +346,9 @@ class Pulls:
             hung = [stream for stream in late if now_s - stream.moved_s >= self._limits.stall_s]
             for stream in hung:
                 if not stream.stalled:
-                    self._give_up(stream)
+                    self._abandon(stream)
             if hung and len(hung) == len(peer.streams):
-                self._give_up_waiting(peer)
+                self._abandon_waiting(peer)
             for stream in late:
                 for page, _ in list(stream.pages.values()):
                     self._hedge(page)
@@ -356,13 +356,13 @@ class Pulls:
                 for page, _ in list(peer.waiting):
                     self._hedge(page)
         if self._waiting_peers():
-            self._make_place(now_s)
+            self._abandon_quietest(now_s)
             self._pump()
         if self._peers and self._watch is None:
-            self._watch_later()
+            self._check_later()
 
-    def _make_place(self, now_s: float) -> None:
-        """Give up the quietest stream if all threads are taken and none is on its way back."""
+    def _abandon_quietest(self, now_s: float) -> None:
+        """Give up the quietest stream that a peer was asked on, if all threads are taken and none will soon be free."""
         streams = self._streams()
         if len(streams) < self._caller.threads or any(stream.stalled for stream in streams):
             return
@@ -371,16 +371,16 @@ class Pulls:
             return  # all wait for slots: none has a thread yet
         quietest = min(asked, key=lambda stream: stream.moved_s)
         if now_s - quietest.moved_s >= _QUIET_S:
-            self._give_up(quietest)
+            self._abandon(quietest)
 
-    def _give_up_waiting(self, peer: PulledPeer) -> None:
+    def _abandon_waiting(self, peer: PulledPeer) -> None:
         """Pages that no stream of a silent peer has asked for yet: the next one would be as silent, and as long."""
         waiting, peer.waiting = peer.waiting, deque()
         for page, source in waiting:
             silent = DeadlineExceeded(f"{source.bulk_endpoint} sent nothing for {self._limits.stall_s:g} s")
-            self._settle(page, None, silent, False)
+            self._finish_attempt(page, None, silent, False)
 
-    def _give_up(self, stream: PullStream) -> None:
+    def _abandon(self, stream: PullStream) -> None:
         stream.stalled = True
         stream.stop.stop()
 
@@ -395,7 +395,7 @@ class Pulls:
         self._ask(page, page.hedge)
 
     def _unhedge(self, page: Pulled, source: RemoteSource) -> None:
-        """There is no room for a second copy: it can be asked for again."""
+        """Forget the second source, for whose copy there is no room, until it is tried again."""
         page.hedge = None
         self._hedged_count -= 1
         page.attempts -= 1

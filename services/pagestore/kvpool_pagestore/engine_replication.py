@@ -173,7 +173,7 @@ class ReplicationManager:
             for bucket in await self._planner.local.buckets(None if joined else replicated):
                 for start in range(0, len(bucket), _SLICE_CHUNKS):
                     names = bucket[start : start + _SLICE_CHUNKS]
-                    await self._look(names, me, nodes, joined, replicated)
+                    await self._sweep_slice(names, me, nodes, joined, replicated)
         if not ids - self._unserved <= self._served:
             await self._save_served(self._served | (ids - self._unserved))
 
@@ -241,7 +241,7 @@ class ReplicationManager:
             except KvPoolError as error:
                 _log.warning("the sweep over copies failed and is tried again: %s", error)
 
-    async def _look(
+    async def _sweep_slice(
         self,
         names: Sequence[bytes],
         me: NodeInfo,

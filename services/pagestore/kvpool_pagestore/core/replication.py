@@ -151,7 +151,7 @@ class ReplicaQueue:
         self.chunk_count = 0
 
     def add(self, key: PageKey, group_head_hash: bytes, now_s: float, copies: int = 0) -> bool:
-        """A page is to be copied. False if there is no room to remember it."""
+        """Queue a page to be copied. Return False if there is no room to remember it."""
         name = (key.keyspace, group_head_hash)
         group = self._waiting.get(name)
         if group is not None and key.chunk_hash in group.chunk_hashes:
@@ -167,7 +167,7 @@ class ReplicaQueue:
         return True
 
     def take(self, now_s: float) -> ReplicaGroup | None:
-        """A group that is due; the caller copies it. What comes of it meanwhile waits as a group of its own."""
+        """Take a group that is due, to copy it. Pages of it that come meanwhile wait as a group of their own."""
         if not self._due or self._due[0][0] > now_s:
             return None
         name = heapq.heappop(self._due)[1]
@@ -176,7 +176,7 @@ class ReplicaQueue:
         return group
 
     def failed(self, group: ReplicaGroup, now_s: float) -> bool:
-        """It could not be copied: again later. False if there is no room to remember it."""
+        """Queue a group that could not be copied for a later try. Return False if there is no room to remember it."""
         if self.chunk_count + len(group.chunk_hashes) > self._max_chunks:
             return False
         delay_s = min(self._retry_last_s, self._retry_first_s * 2.0 ** min(group.failures, 32))
@@ -190,7 +190,7 @@ class ReplicaQueue:
         return True
 
     def next_due_s(self) -> float | None:
-        """When `take` is worth asking again; None if nothing waits."""
+        """Return when the next group is due; None if none waits."""
         return self._due[0][0] if self._due else None
 
     def _wait(self, group: ReplicaGroup, due_s: float) -> ReplicaGroup:
