@@ -8,6 +8,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
 
+import grpc
+from prometheus_client import CollectorRegistry
+
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, PageCorrupt, StaleIncarnation
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
 from kvpool.core.outcome import Admission
@@ -18,6 +21,7 @@ from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
 from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors.auth import DefaultTenantAuthenticator, SyncAuth, current_identity
 from kvpool_server.interceptors.errors import SyncErrors
+from kvpool_server.interceptors.metrics import RequestMetrics, SyncMetrics
 from kvpool_server.listen import TcpAddress
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(2, 2, 64),), dtype=Dtype.BF16, chunk_tokens=256)
@@ -166,9 +170,18 @@ class MemorySession:
 
 
 @contextmanager
-def bulk_server(gateway: MemoryGateway, *, threads: int = 4, limits: BulkLimits | None = None) -> Iterator[str]:
+def bulk_server(
+    gateway: MemoryGateway,
+    *,
+    threads: int = 4,
+    limits: BulkLimits | None = None,
+    registry: CollectorRegistry | None = None,
+) -> Iterator[str]:
     """Serve `gateway` on a port of its own, with the interceptors of the service; the endpoint."""
-    server = BulkServer(threads=threads, interceptors=[SyncErrors(), SyncAuth(DefaultTenantAuthenticator("tenant"))])
+    interceptors: list[grpc.ServerInterceptor] = [SyncErrors(), SyncAuth(DefaultTenantAuthenticator("tenant"))]
+    if registry is not None:
+        interceptors.insert(0, SyncMetrics(RequestMetrics("pagestore", registry)))
+    server = BulkServer(threads=threads, interceptors=interceptors)
     PageTransferServicer(gateway, lambda: current_identity().tenant, limits).add_to(server.grpc)
     port = server.listen_tcp(TcpAddress("127.0.0.1", 0))
     server.start()

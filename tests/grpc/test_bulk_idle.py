@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
+from kvpool.core.errors import Overloaded
 from kvpool.testing import ManualClock, eventually_sync
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
-from kvpool_pagestore import bulk_watch
-from kvpool_pagestore.bulk_servicer import BulkLimits
-from kvpool_pagestore.bulk_watch import StreamWatch
+from kvpool_pagestore import bulk_servicer
+from kvpool_pagestore.bulk_servicer import BulkLimits, OpenStreams, StreamWatch
 from tests.fixtures.patience import PATIENCE_S
 from tests.grpc.bulk_gateway import MemoryGateway, bulk_server, sealed_page
 from tests.grpc.test_bulk_reads import begun, drained, fill, read, read_request
@@ -128,9 +129,9 @@ class Looking(StreamWatch):
 def test_who_keeps_moving_is_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = MemoryGateway()
     page = bytes(sealed_page(0, 400_000))
-    monkeypatch.setattr(bulk_watch, "StreamWatch", Looking)
-    monkeypatch.setattr(bulk_watch, "time", SimpleNamespace(monotonic=Looking.clock.monotonic_s))
-    monkeypatch.setattr(bulk_watch, "threading", SimpleNamespace(Lock=Lock, Timer=NoTimer))
+    monkeypatch.setattr(bulk_servicer, "StreamWatch", Looking)
+    monkeypatch.setattr(bulk_servicer, "time", SimpleNamespace(monotonic=Looking.clock.monotonic_s))
+    monkeypatch.setattr(bulk_servicer, "threading", SimpleNamespace(Lock=Lock, Timer=NoTimer))
     monkeypatch.setattr(Looking, "moved_count", 0)
 
     def slow() -> Iterator[pb.WritePagesRequest]:
@@ -141,3 +142,45 @@ def test_who_keeps_moving_is_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None
         assert answer.admission == pb.ADMISSION_RESERVED
         eventually_sync(lambda: drained(gateway))
     assert Looking.moved_count == 8
+
+
+def test_one_peer_leaves_streams_to_others_and_its_refusals_are_counted() -> None:
+    gateway, hold, registry = MemoryGateway(), Event(), CollectorRegistry()
+    gateway.store(0, 1000)
+
+    def unfinished() -> Iterator[pb.WritePagesRequest]:
+        yield from list(requests(frames_of(0, bytes(sealed_page(0, 200_000)))))[:1]
+        hold.wait(PATIENCE_S)
+
+    limits = BulkLimits(streams_per_peer=2)
+    with (
+        bulk_server(gateway, threads=4, limits=limits, registry=registry) as endpoint,
+        grpc.insecure_channel(endpoint) as first,
+        grpc.insecure_channel(endpoint, [("grpc.use_local_subchannel_pool", 1)]) as second,
+    ):
+        stubs = [pb_grpc.PageTransferServiceStub(channel) for channel in (first, second)]
+        held = [stub.WritePages(unfinished()) for stub in stubs]
+        eventually_sync(lambda: len(gateway.sessions) == 2)
+        for stub in stubs:  # of either connection: the peer is the host
+            with pytest.raises(grpc.RpcError) as refused:
+                list(stub.ReadPages(read_request(1)))
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+        def refusals() -> list[float]:
+            samples = [one for metric in registry.collect() for one in metric.samples]
+            return [one.value for one in samples if one.labels.get("grpc_code") == "RESOURCE_EXHAUSTED"]
+
+        eventually_sync(lambda: 2 in refusals())
+        hold.set()
+        for call in held:
+            list(call)
+        serves_others(gateway, endpoint)
+
+
+def test_streams_of_one_peer_do_not_count_for_another() -> None:
+    streams = OpenStreams(per_peer=1)
+    with streams.place("ipv4:10.0.0.1:4000"), streams.place("ipv4:10.0.0.2:4000"):
+        with pytest.raises(Overloaded, match=r"10\.0\.0\.1"), streams.place("ipv4:10.0.0.1:4001"):
+            pass
+    with streams.place("ipv4:10.0.0.1:4000"):
+        pass

@@ -75,13 +75,13 @@ async def test_a_stopped_peer_loses_its_session_but_keeps_its_slots_until_it_is_
                 try:
                     await eventually(is_given_up)
                     clock.advance(1.0)  # more than the grace of a quarantine
-                    await running.engine._quarantine.settle()
+                    await running.engine._quarantine.resolve_gone()
                     assert running.engine.gauges().arena_quarantined_bytes == SLOT_BYTES
                 finally:
                     child.send_signal(signal.SIGCONT)
                 # Alive again, it has learnt that its session is over, but still maps the slot.
                 clock.advance(1.0)
-                await running.engine._quarantine.settle()
+                await running.engine._quarantine.resolve_gone()
                 assert running.engine.gauges().arena_quarantined_bytes == SLOT_BYTES
                 child.kill()
                 await child.wait()

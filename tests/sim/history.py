@@ -20,8 +20,8 @@ import kvpool.client.channel
 import kvpool.client.pagestore
 import kvpool.client.reconciler
 import kvpool.client.retry
+import kvpool_pagestore.engine_replication
 import kvpool_pagestore.engine_sessions
-import kvpool_pagestore.engine_sweep
 from kvpool.core import location_digest
 from kvpool.core.errors import KvPoolError
 from kvpool.core.fault_points import disarm_all
@@ -312,7 +312,7 @@ def _seams(world: World, rng: Random, trace: Callable[[str], None] | None) -> It
         mock.patch.object(kvpool.client.retry, "time", SimpleNamespace(monotonic=world.loop.time)),
         mock.patch.object(kvpool.client.reconciler, "time", SimpleNamespace(thread_time=world.loop.time)),
         mock.patch.object(
-            kvpool_pagestore.engine_sweep, "random", SimpleNamespace(Random=lambda: Random(rng.random()))
+            kvpool_pagestore.engine_replication, "random", SimpleNamespace(Random=lambda: Random(rng.random()))
         ),
         mock.patch.object(secrets, "token_bytes", rng.randbytes),
         mock.patch.object(secrets, "randbits", rng.getrandbits),

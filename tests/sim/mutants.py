@@ -28,9 +28,9 @@ from kvpool_pagestore.engine_commits import Commits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_drain import Drain
 from kvpool_pagestore.engine_flights import Flights
+from kvpool_pagestore.engine_replication import ReplicationManager
 from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.engine_sweep import Sweep
 from kvpool_server.session_stream import SessionStream
 
 Mutant = Callable[[], AbstractContextManager[object]]
@@ -224,10 +224,10 @@ def _leave_what_is_alone() -> AbstractContextManager[object]:
 def _forget_lost_copies() -> AbstractContextManager[object]:
     """Copies that were lost are not made again."""
 
-    async def heal(self: Sweep, *_: Any) -> None:
+    async def heal(self: ReplicationManager, *_: Any) -> None:
         return None
 
-    return mock.patch.object(Sweep, "_heal", heal)
+    return mock.patch.object(ReplicationManager, "_heal", heal)
 
 
 def _forget_events() -> AbstractContextManager[object]:

@@ -67,7 +67,7 @@ class Nemesis:
             if not index.process.alive:
                 index.start()
         for store in self._world.pagestores:
-            drain = store.engine.movement.drain if store.engine is not None and store.serving else None
+            drain = store.engine.drain if store.engine is not None and store.serving else None
             if drain is not None and drain.state is DrainState.DRAINED:
                 store.crash()
             if not store.alive:

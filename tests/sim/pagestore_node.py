@@ -191,7 +191,8 @@ class PageStoreNode:
         self.index = link
         self._listen(config, engine, arena)
         self.serving = True
-        engine.movement.start()
+        engine.replication.start()
+        engine.drain.start()
         if self.world.prepares:
             engine.preparation.start()
         await stop.wait()

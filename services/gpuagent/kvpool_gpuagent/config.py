@@ -66,7 +66,7 @@ class GpuAgentConfig(TlsSettings):
     replica_bytes: Annotated[
         int, "memory for a replica of the index's locations, which answers matches without a call; 0: none"
     ] = 64 << 20
-    heartbeat_interval_ms: Annotated[int, "engines are silent for 4 of these before their session is ended"] = 2000
+    heartbeat_interval_ms: Annotated[int, "engines are silent for 4 of these before their session is ended"] = 1000
     index_timeout_ms: Annotated[int, "deadline of one call to the index"] = 1000
     kept_timeout_ms: Annotated[
         int, "how long an engine may take to answer a gathered window before it counts as not kept"

@@ -6,14 +6,18 @@ stream ended, failed or lost its client, gRPC lets go of the generators below, a
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.core.addresses import peer_host
+from kvpool.core.errors import InvalidRequest, KvPoolError, Overloaded, ServiceUnavailable
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert import convert_items, item_error_to_proto, page_key_from_proto, page_metadata_to_proto
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
@@ -26,13 +30,13 @@ from kvpool.wire.frames import (
     encode_page_frame,
 )
 from kvpool.wire.versions import check_peer_version
-from kvpool_pagestore.bulk_watch import Pace, StreamWatch, watched
 from kvpool_pagestore.bulk_writes import UNANSWERED_DURABLE_MAX, UNANSWERED_PAGES_MAX, write_pages
 from kvpool_pagestore.ports_bulk import BulkGateway, BulkSession, ReadGrant
 
 SERVICE_NAME = "kvpool.v1.PageTransferService"
 READ_KEYS_MAX = 1024
 KEYSPACES_MAX = 64
+_LOOK_MIN_S = 0.05
 
 WriteMessage = BulkFrame | pb.WritePagesOpen | InvalidRequest
 
@@ -47,16 +51,103 @@ class BulkLimits:
     idle_timeout_s: float = 60.0  # between two pages read or two pieces written; longer than acquire_timeout_s
     reader_grace_s: float = 15.0  # a reader may take so long in all, and 1 s for each reader_bytes_per_s
     reader_bytes_per_s: float = 1 << 20  # slower ones would hold the few threads that serve all
+    streams_per_peer: int = 6  # of one host, over all its connections
+
+
+class OpenStreams:
+    """Counts the streams of each peer, so that none takes all threads. Thread-safe."""
+
+    def __init__(self, per_peer: int) -> None:
+        self._per_peer = per_peer
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}  # by host
+
+    @contextmanager
+    def place(self, peer: str) -> Iterator[None]:
+        """Hold a place for a stream of `peer`, as gRPC names it. Raises Overloaded when there is none."""
+        host = peer_host(peer)
+        with self._lock:
+            count = self._counts.get(host, 0)
+            if count >= self._per_peer:
+                raise Overloaded(f"{host} has {count} page streams open already")
+            self._counts[host] = count + 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._counts[host] -= 1
+                if not self._counts[host]:
+                    del self._counts[host]
+
+
+class StreamWatch:
+    """Ends a stream that does not move: each takes one of few threads, and a deadline is the client's own choice.
+
+    Looks at the stream when it should have moved, on a thread of its own.
+    """
+
+    def __init__(self, context: grpc.ServicerContext, limits: BulkLimits) -> None:
+        self._context = context
+        self._limits = limits
+        self._moved_s = time.monotonic()
+        self._ends_at_s = self._moved_s + limits.stream_cap_s
+        self._reader_left_s = limits.reader_grace_s  # only the time that the reader takes counts, not that of our disk
+        self._handed_out_s = math.inf
+        self._lock = threading.Lock()  # a watch that has ended starts no timer
+        self._timer: threading.Timer | None = None
+        self._ended = False
+        self._look()
+
+    def moved(self) -> None:
+        """The client took or sent something."""
+        self._moved_s = time.monotonic()
+
+    @contextmanager
+    def reading(self, size_bytes: int) -> Iterator[None]:
+        """The reader has so many bytes to take while the block runs."""
+        self._reader_left_s += size_bytes / self._limits.reader_bytes_per_s
+        self._handed_out_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._reader_left_s -= time.monotonic() - self._handed_out_s
+            self._handed_out_s = math.inf
+
+    def end(self) -> None:
+        """The stream has ended."""
+        with self._lock:
+            self._ended = True
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _look(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            due_s = (
+                self._ends_at_s,
+                self._moved_s + self._limits.idle_timeout_s,
+                self._handed_out_s + self._reader_left_s,
+            )
+            left_s = min(due_s) - time.monotonic()
+            if left_s > 0:
+                # A reader may be handed something a moment after this look.
+                self._timer = threading.Timer(min(left_s, max(self._reader_left_s, _LOOK_MIN_S)), self._look)
+                self._timer.daemon = True
+                self._timer.start()
+                return
+        self._context.cancel()
 
 
 class PageTransferServicer:
     """Serves any number of streams; how many at once is the server's limit."""
 
     def __init__(self, gateway: BulkGateway, tenant: Callable[[], str], limits: BulkLimits | None = None) -> None:
-        """`tenant` tells whose call the current thread handles."""
+        """tenant: returns whose call the current thread handles."""
         self._gateway = gateway
         self._tenant = tenant
         self._limits = limits if limits is not None else BulkLimits()
+        self._streams = OpenStreams(self._limits.streams_per_peer)
 
     def add_to(self, server: grpc.Server) -> None:
         """Register with our own codec; what travels is what the proto says."""
@@ -100,15 +191,15 @@ class PageTransferServicer:
                 unanswered = UNANSWERED_DURABLE_MAX if durable else UNANSWERED_PAGES_MAX
                 yield from write_pages(session, _frames(received), unanswered)
 
-    def _watched(self, context: grpc.ServicerContext) -> AbstractContextManager[StreamWatch]:
-        limits = self._limits
-        pace = Pace(
-            idle_timeout_s=limits.idle_timeout_s,
-            cap_s=limits.stream_cap_s,
-            reader_grace_s=limits.reader_grace_s,
-            reader_bytes_per_s=limits.reader_bytes_per_s,
-        )
-        return watched(context, pace)
+    @contextmanager
+    def _watched(self, context: grpc.ServicerContext) -> Iterator[StreamWatch]:
+        """Hold one of the peer's streams, and cancel the call if it is slower than the limits."""
+        with self._streams.place(context.peer()):
+            watch = StreamWatch(context, self._limits)
+            try:
+                yield watch
+            finally:
+                watch.end()
 
     @contextmanager
     def _session(
@@ -132,7 +223,7 @@ def _decode_write_request(message: bytes) -> WriteMessage:
 
 
 def _received(requests: Iterator[WriteMessage], watch: StreamWatch) -> Iterator[WriteMessage]:
-    """The messages of a stream; a client that left or ran out of time is no fault of ours."""
+    """Yield the messages of a stream; a client that left or ran out of time is not an error of this server."""
     try:
         for request in requests:
             watch.moved()

@@ -76,6 +76,9 @@ class PageStoreConfig(TlsSettings):
     seal_threads: Annotated[int, "pages sealed at once for disk, peers and plain readers, at low priority"] = 2
     prepare_threads: Annotated[int, "segments of the arena that are made at once at the start, at low priority"] = 8
     bulk_threads: Annotated[int, "page streams served at once"] = 8
+    bulk_streams_per_peer: Annotated[
+        int, "page streams of one host served at once; 0: three quarters of bulk_threads"
+    ] = 0
     queue_limit: Annotated[int, "calls that may wait for each of these"] = 4096
 
     max_sessions: Annotated[int, "sessions at once"] = 256
@@ -108,6 +111,7 @@ class PageStoreConfig(TlsSettings):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
         for name in (
             "disk_bytes",
+            "bulk_streams_per_peer",
             "hedge_ms",
             "replica_linger_ms",
             "hot_uses_per_minute",
@@ -154,6 +158,11 @@ class PageStoreConfig(TlsSettings):
     def prepared_bytes(self) -> int:
         """Size of a segment that is made at the start."""
         return self.prepared_segment_bytes or prepared_segment_bytes(self.arena_bytes, self.segment_bytes)
+
+    @property
+    def peer_bulk_streams(self) -> int:
+        """Page streams that one host may have open."""
+        return self.bulk_streams_per_peer or max(1, self.bulk_threads * 3 // 4)
 
     @property
     def writer_bytes(self) -> int:

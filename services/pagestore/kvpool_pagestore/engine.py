@@ -33,19 +33,23 @@ from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_pagestore.engine_clear import Clearing
 from kvpool_pagestore.engine_context import EngineContext, Staging, Tiers
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_drain import Drain
+from kvpool_pagestore.engine_durable_value import DurableValue
 from kvpool_pagestore.engine_evict import Evicting
 from kvpool_pagestore.engine_listing import Listing
+from kvpool_pagestore.engine_local_pages import LocalPages
 from kvpool_pagestore.engine_locations import Announcer, NodeTruth
-from kvpool_pagestore.engine_movement import Movement
 from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_parts import (
     EngineParts,
     arena_limits,
     disk_tier,
+    make_copy_planner,
     make_disk_map,
     make_flights,
     make_retained,
     node_policy,
+    replication_limits,
     session_times,
     write_back_limits,
 )
@@ -54,6 +58,7 @@ from kvpool_pagestore.engine_prefetch import Prefetch
 from kvpool_pagestore.engine_prepare import Preparation
 from kvpool_pagestore.engine_quarantine import Quarantine
 from kvpool_pagestore.engine_quota import Quotas
+from kvpool_pagestore.engine_replication import ReplicationManager
 from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
 from kvpool_pagestore.engine_space import ArenaSpace
@@ -145,7 +150,7 @@ class PageStoreEngine:
         """List who may refuse pages, and who handles which event: the only place that joins these parts."""
         # In this order: who asks later is not asked for nothing. A pin is counted, and taken back by the caller if the
         # page does not come; a quota is met by giving pages up, so it is asked when nothing else can refuse the page.
-        self._admission.set_rules((self.movement.refusal, self.retained.refusal, self.quotas.refusal))
+        self._admission.set_rules((self.drain.refusal, self.retained.refusal, self.quotas.refusal))
         # Kinds are independent of each other: each handler changes its own part's state alone, except those that
         # begin work, which look at the page table, consistent by then. Of one kind, in this order.
         subscriptions: list[Subscription[Any]] = [
@@ -157,13 +162,13 @@ class PageStoreEngine:
             Subscription(PagesArrived, self.retained.arrived),
             Subscription(PagesLeft, self.retained.left),
             # A copy is queued before the index can learn of the page: what the sweep reads there is then queued, too.
-            Subscription(StagingChanged, self.movement.staging_changed),
+            Subscription(StagingChanged, self.replication.staging_changed),
             Subscription(StagingChanged, self._announcer.staging),
-            Subscription(DiskChanged, self.movement.disk_changed),
+            Subscription(DiskChanged, self.replication.disk_changed),
             Subscription(DiskChanged, self._announcer.disk),
             # May make a page dirty and start its write.
             Subscription(PagesUsed, self.policies.write_used),
-            Subscription(PagesRead, self.movement.pages_read),
+            Subscription(PagesRead, self.replication.pages_read),
             Subscription(
                 PagesEvicted, lambda event: metrics.evicted_pages.labels(event.tier.name.lower()).inc(event.page_count)
             ),
@@ -179,25 +184,16 @@ class PageStoreEngine:
     def _make_calls(self, parts: EngineParts, policies: PolicyBook, tiers: Tiers, context: EngineContext) -> None:
         """What sessions and other nodes ask for, on top of the tiers."""
         config, metrics, verifiers = self._config, context.metrics, parts.workers.verify
-        self.movement = Movement(
-            config,
-            parts,
-            policies,
-            self._table,
-            self._space,
-            tiers.staging.sealing,
-            self._disk,
-            self._keyspaces,
-            self._flush_all,
-            self._tasks,
-            metrics,
-        )
+        local = self._local = LocalPages(tiers, self._keyspaces, context)
+        planner = make_copy_planner(config, parts, local, policies, context)
+        self.drain = Drain(planner, DurableValue(self._disk, "draining", self._tasks))
+        served_nodes = DurableValue(self._disk, "settled-nodes", self._tasks)
+        self.replication = ReplicationManager(replication_limits(config), planner, policies, served_nodes, context)
         flights = make_flights(config, parts, tiers, policies, context)
         self.pages = PageCalls(tiers, flights, policies, self.retained, self._keyspaces, verifiers, context)
         self.spans = SpanCalls(tiers, self.retained, self.pages, context)
         self.prefetch = Prefetch(self._table, flights, self._keyspaces, metrics, config.arena_bytes)
-        most_read = self.movement.replication.most_read
-        self.listing = Listing(self._table, self._disk, self._keyspaces, most_read, parts.clock)
+        self.listing = Listing(self._table, self._disk, self._keyspaces, self.replication.most_read, parts.clock)
 
     # Life
 
@@ -213,7 +209,8 @@ class PageStoreEngine:
         await self._disk.load()
         self.policies.repeat()  # the quotas of keyspaces that only the disk knew
         await self.quotas.enforce()
-        await self.movement.load()
+        await self.drain.load()
+        await self.replication.load()
         value = await self._disk.load_value(_INCARNATION)
         return int.from_bytes(value, "little") if value is not None else 0
 
@@ -231,13 +228,14 @@ class PageStoreEngine:
         self._draining = True
         await self.preparation.stop()
         self.retained.stop()
-        await self.movement.stop()
+        await self.replication.stop()
+        await self.drain.stop()
         await self.sessions.stop()
         try:
             async with asyncio.timeout(drain_s):
                 # More than once: a commit that was being verified adds its pages only now.
                 while self._write_back is not None and self.dirty_page_count:
-                    await self._flush_all()
+                    await self._local.flush()
         except TimeoutError:
             _log.error("%d pages are lost with this process: no time left to write them", self.dirty_page_count)
         except KvPoolError as error:
@@ -298,10 +296,6 @@ class PageStoreEngine:
             _log.warning("flushed, but the index does not know yet: %s", error)
         return counts
 
-    async def _flush_all(self) -> None:
-        if self._write_back is not None:
-            await self._write_back.flush({one.keyspace for one in self._keyspaces.all()})
-
     async def clear(self, tenant: str, keyspace: bytes) -> int:
         """Drop pages from staging, disk and index; how many. keyspace: empty means all of the tenant's."""
         return await self._tasks.finish(self._clearing.clear(self._chosen(tenant, keyspace)), "clear")
@@ -329,8 +323,8 @@ class PageStoreEngine:
             pinned_bytes=self.retained.pinned_bytes,
             write_back_oldest_seconds=self._write_back.oldest_s if self._write_back is not None else 0.0,
             write_back_waiting_bytes=self._write_back.waiting_bytes if self._write_back is not None else 0,
-            replica_queue_chunks=self.movement.replication.waiting_chunks,
-            draining=int(self.movement.drain.refuses_pages),
+            replica_queue_chunks=self.replication.waiting_chunks,
+            draining=int(self.drain.refuses_pages),
         )
 
     @property

@@ -19,8 +19,7 @@ from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine_context import EngineContext, Staging
 from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_pull_values import Pulled
-from kvpool_pagestore.engine_pulls import Pulls
+from kvpool_pagestore.engine_pulls import Pulled, Pulls
 from kvpool_pagestore.ports import PageMetadata, RemoteSource
 
 

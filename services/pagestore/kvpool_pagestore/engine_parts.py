@@ -15,14 +15,16 @@ from kvpool_pagestore.core.page_table import ArenaLimits
 from kvpool_pagestore.core.policy import NodePolicy, PolicyBook
 from kvpool_pagestore.core.writeback import WriteBackLimits
 from kvpool_pagestore.engine_context import EngineContext, Tiers
+from kvpool_pagestore.engine_copy_planner import CopyPlanner
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
-from kvpool_pagestore.engine_pull_values import PullLimits
-from kvpool_pagestore.engine_pulls import Pulls
+from kvpool_pagestore.engine_local_pages import LocalPages
+from kvpool_pagestore.engine_pulls import PullCaller, PullLimits, Pulls
+from kvpool_pagestore.engine_push import PagePusher
+from kvpool_pagestore.engine_replication import ReplicationLimits
 from kvpool_pagestore.engine_retention import Retained
 from kvpool_pagestore.engine_sessions import SessionTimes
-from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
-from kvpool_pagestore.ports_movement import NO_PLACEMENT, Placement
+from kvpool_pagestore.ports import NO_PLACEMENT, Arena, IndexLink, PageStore, PeerPages, Placement, Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,30 @@ def make_disk_map(parts: EngineParts, keyspaces: KeyspaceBook, context: EngineCo
     return DiskMap(charged_bytes, context.events, context.clock.wall_us)
 
 
+def replication_limits(config: PageStoreConfig) -> ReplicationLimits:
+    return ReplicationLimits(
+        queue_chunks=config.replica_queue_chunks,
+        groups_at_once=2 * config.push_threads,
+        linger_s=config.replica_linger_ms / 1e3,
+        hot_uses_per_minute=config.hot_uses_per_minute,
+        hot_copies=config.hot_copies,
+        sweep_interval_s=config.sweep_interval_ms / 1e3,
+        rebalance_bytes_per_s=config.rebalance_bytes_per_s,
+    )
+
+
+def make_copy_planner(
+    config: PageStoreConfig,
+    parts: EngineParts,
+    local: LocalPages,
+    policies: PolicyBook,
+    context: EngineContext,
+) -> CopyPlanner:
+    workers, timeout_s = parts.workers.push or parts.workers.pull, config.push_timeout_ms / 1e3
+    pusher = PagePusher(local, parts.peers, workers, context, timeout_s)
+    return CopyPlanner(parts.placement, pusher, local, policies, config.replication_factor, context.clock)
+
+
 def disk_tier(
     parts: EngineParts, store: PageStore, disk_map: DiskMap, keyspaces: KeyspaceBook, context: EngineContext
 ) -> DiskTier:
@@ -130,23 +156,12 @@ def make_flights(
     config: PageStoreConfig, parts: EngineParts, tiers: Tiers, policies: PolicyBook, context: EngineContext
 ) -> Flights:
     limits = PullLimits(
-        timeout_s=config.pull_timeout_ms / 1e3,
         stall_s=config.pull_stall_ms / 1e3,
         hedge_s=config.hedge_ms / 1e3,
         streams_per_peer=config.pull_streams_per_peer,
         moving_streams=config.pull_threads,
     )
     staging = tiers.staging
-    pulls = Pulls(
-        limits,
-        staging.table,
-        staging.space,
-        parts.peers,
-        parts.index,
-        parts.workers.pull,
-        context.tasks,
-        context.metrics,
-        context.clock,
-        context.tracer,
-    )
+    caller = PullCaller(parts.peers, parts.workers.pull, staging.space, config.pull_timeout_ms / 1e3, context.tracer)
+    pulls = Pulls(limits, staging, caller, parts.index, context)
     return Flights(staging, tiers.disk, pulls, policies, context)

@@ -1,7 +1,7 @@
-"""Pages on their way from peers: streams per peer, a second source for what does not move, the first good copy wins.
+"""Pulling pages from peers: streams per peer, a second source for what does not move, the first good copy wins.
 
 A page that is asked of two sources has two slots, one for each: no two threads ever write into one. The slower source's
-stream is stopped once nobody waits for it, and its slots come back when its thread has left them.
+stream is stopped once no page needs it, and its slots come back when its thread has left them.
 
 A stream takes a thread. So that peers that hang do not keep others from being asked, streams that have brought nothing
 for a while do not count against the limit of streams; when all threads are taken, the quietest stream is given up.
@@ -14,28 +14,137 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
 
-from kvpool.core.clock import Clock
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, StaleIncarnation, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool.core.tracing import BYTES, NO_TRACER, PAGES, PEER, SpanKind, Tracer
 from kvpool_pagestore.core.hedging import HedgeDelay
-from kvpool_pagestore.core.page_table import PageTable
+from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.retention import inherited
-from kvpool_pagestore.core.slots import Slot
-from kvpool_pagestore.engine_pull_values import Pulled, PulledPeer, PullLimits, PullStream
+from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.engine_context import EngineContext, Staging
 from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.metrics import PageStoreMetrics
-from kvpool_pagestore.ports import IndexLink, PeerPages, PullItem, RemoteSource, Workers
+from kvpool_pagestore.engine_stop import StopSignal
+from kvpool_pagestore.ports import IndexLink, PageMetadata, PeerPages, PullItem, RemoteSource, Workers
 
 _log = logging.getLogger(__name__)
 
 _PULL_PAGES = 32  # of one stream: what it may hold of the arena
 _HEDGED_MAX = 256  # pages asked of two sources at once
 _QUIET_S = 0.25  # a stream that brings nothing for so long leaves its place to another one
+QUIET_STREAMS_MAX = 64
+"""Threads for streams whose peers are slow or hang, on top of those for streams that move."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullLimits:
+    """Bounds of pulls."""
+
+    stall_s: float  # a stream that brings nothing for so long is given up
+    hedge_s: float  # least time without a page after which the next source is asked too; 0: never
+    streams_per_peer: int
+    moving_streams: int  # to all peers together; a stream that has brought nothing for a while does not count
+
+
+@dataclass(slots=True, eq=False)
+class Pulled:
+    """One page that is wanted from peers. `on_settled` is called once, on the loop."""
+
+    record: PageRecord
+    keyspace: Keyspace
+    sources: list[RemoteSource]  # not asked yet, best first
+    on_settled: Callable[[Pulled, Slot | None, KvPoolError | None, bool], None]
+    tried: set[RemoteSource] = field(default_factory=set)
+    attempts: int = 0  # under way, or waiting for a stream
+    hedge: RemoteSource | None = None  # asked because the one before it was slow
+    settled: bool = False
+    cause: object | None = None  # trace of the request that began it
+
+
+@dataclass(slots=True, eq=False)
+class PullStream:
+    """One call to one peer. pages: by their position in the call, those that it has not settled."""
+
+    source: RemoteSource
+    pages: dict[int, tuple[Pulled, Slot]] = field(default_factory=dict)
+    metadata: dict[int, PageMetadata] = field(default_factory=dict)  # of the source, written by its thread
+    stop: StopSignal = field(default_factory=StopSignal)
+    moved_s: float = 0.0
+    complete: bool = False  # all its pages are in `pages`, or were
+    stalled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PulledPeer:
+    """What is asked of one peer."""
+
+    waiting: deque[tuple[Pulled, RemoteSource]] = field(default_factory=deque)
+    streams: set[PullStream] = field(default_factory=set)
+
+
+class PullCaller:
+    """Calls peers on threads: one call a stream."""
+
+    def __init__(
+        self, peers: PeerPages, workers: Workers, space: ArenaSpace, timeout_s: float, tracer: Tracer = NO_TRACER
+    ) -> None:
+        self._peers = peers
+        self._workers = workers
+        self._space = space
+        self._timeout_s = timeout_s  # of one stream
+        self._tracer = tracer
+
+    @property
+    def threads(self) -> int:
+        """Streams that may be open at once."""
+        return self._workers.threads
+
+    async def call(
+        self,
+        stream: PullStream,
+        pages: list[tuple[Pulled, Slot]],
+        on_page: Callable[[int, KvPoolError | None, bool], None],
+    ) -> None:
+        """Pull pages of one keyspace from the stream's source into their slots; `on_page` runs on the loop.
+
+        When this returns or raises, the thread has left all slots, and each `on_page` has run. Raises Overloaded.
+        """
+        loop = asyncio.get_running_loop()
+
+        def received(position: int, error: KvPoolError | None, hit: bool) -> None:  # on the pulling thread
+            page, slot = pages[position]
+            reach("pagestore.pull.received")
+            if hit and error is None:
+                error = _verify(page, self._space.view(slot))
+            loop.call_soon_threadsafe(on_page, position, error, hit)
+
+        causes = [page.cause for page, _ in pages]
+        with self._tracer.part_of(causes, "pagestore.pull", kind=SpanKind.CLIENT) as span:
+            if span.recording:
+                size_bytes = sum(page.record.page_bytes for page, _ in pages)
+                span.set({PEER: stream.source.bulk_endpoint, PAGES: len(pages), BYTES: size_bytes})
+            # In this context, so that the span goes to the peer with the call.
+            await self._workers.run(copy_context().run, self._call_blocking, stream, pages, received)
+
+    def _call_blocking(
+        self,
+        stream: PullStream,
+        pages: list[tuple[Pulled, Slot]],
+        on_page: Callable[[int, KvPoolError | None, bool], None],
+    ) -> None:
+        items = [
+            PullItem(
+                key=page.record.key,
+                destination=self._space.view(slot),
+                on_metadata=partial(stream.metadata.__setitem__, position),
+            )
+            for position, (page, slot) in enumerate(pages)
+        ]
+        spec = pages[0][0].keyspace.spec
+        self._peers.pull(stream.source, spec, items, self._timeout_s, on_page, stream.stop)
 
 
 class Pulls:
@@ -44,26 +153,16 @@ class Pulls:
     def __init__(
         self,
         limits: PullLimits,
-        ledger: PageTable,
-        space: ArenaSpace,
-        peers: PeerPages,
+        staging: Staging,
+        caller: PullCaller,
         index: IndexLink,
-        pullers: Workers,
-        tasks: EngineTasks,
-        metrics: PageStoreMetrics,
-        clock: Clock,
-        tracer: Tracer = NO_TRACER,
+        context: EngineContext,
     ) -> None:
-        self._tracer = tracer
         self._limits = limits
-        self._ledger = ledger
-        self._space = space
-        self._pages = peers
+        self._table, self._space = staging.table, staging.space
+        self._caller = caller
         self._index = index
-        self._pullers = pullers
-        self._tasks = tasks
-        self._metrics = metrics
-        self._clock = clock
+        self._tasks, self._metrics, self._clock = context.tasks, context.metrics, context.clock
         self._peers: dict[str, PulledPeer] = {}  # by endpoint; only those that are asked for something
         self._delay = HedgeDelay(limits.hedge_s, limits.stall_s)
         self._hedged_count = 0
@@ -101,14 +200,14 @@ class Pulls:
             if not peer.waiting and not peer.streams:
                 del self._peers[endpoint]
         if self._peers and self._watch is None:
-            self._watch_later()
+            self._check_later()
 
     def _startable(self) -> list[tuple[str, PulledPeer]]:
         """Peers that may be asked now: as many as there are places for streams."""
         streams = self._streams()
         quiet_before_s = self._clock.monotonic_s() - _QUIET_S
         moving_count = sum(stream.moved_s > quiet_before_s for stream in streams)
-        places = min(self._limits.moving_streams - moving_count, self._pullers.threads - len(streams))
+        places = min(self._limits.moving_streams - moving_count, self._caller.threads - len(streams))
         return self._waiting_peers()[: max(0, places)]
 
     def _streams(self) -> list[PullStream]:
@@ -138,16 +237,7 @@ class Pulls:
 
     async def _run(self, peer: PulledPeer, stream: PullStream, pages: list[Pulled]) -> None:
         failure: KvPoolError = KvPoolError(f"the pull from {stream.source.bulk_endpoint} ended early")
-        loop = asyncio.get_running_loop()
         going: list[tuple[Pulled, Slot]] = []
-
-        def on_page(position: int, error: KvPoolError | None, hit: bool) -> None:  # on the pulling thread
-            page, slot = going[position]
-            reach("pagestore.pull.received")
-            if hit and error is None:
-                error = _verify(page, self._space.view(slot))
-            loop.call_soon_threadsafe(self._arrived, stream, position, error, hit)
-
         unplaced = deque(pages)
         try:
             while unplaced:
@@ -159,60 +249,28 @@ class Pulls:
                 elif page.hedge == stream.source and page.attempts > 1 and not page.settled:
                     self._unhedge(page, stream.source)
                 else:
-                    self._settle(page, None, slot, False)
+                    self._finish_attempt(page, None, slot, False)
             stream.moved_s = self._clock.monotonic_s()
             stream.complete = True
             if going:
-                await self._pull(stream, going, on_page)
+                await self._caller.call(stream, going, partial(self._arrived, stream))
         except KvPoolError as error:
             failure = error
         finally:
-            # Threads hand over by call_soon_threadsafe, in order: what the pull reported has been settled by now, and
-            # the thread has left all its slots.
+            # What the call reported is settled by now, and its thread has left all slots.
             for position in list(stream.pages):
                 self._arrived(stream, position, failure, False)
             for page in unplaced:
-                self._settle(page, None, failure, False)
+                self._finish_attempt(page, None, failure, False)
             peer.streams.discard(stream)
             self._pump()
 
-    async def _pull(
-        self,
-        stream: PullStream,
-        going: list[tuple[Pulled, Slot]],
-        on_page: Callable[[int, KvPoolError | None, bool], None],
-    ) -> None:
-        causes = [page.cause for page, _ in going]
-        with self._tracer.part_of(causes, "pagestore.pull", kind=SpanKind.CLIENT) as span:
-            if span.recording:
-                size_bytes = sum(page.record.page_bytes for page, _ in going)
-                span.set({PEER: stream.source.bulk_endpoint, PAGES: len(going), BYTES: size_bytes})
-            # With this context: the peer is told of the span.
-            await self._pullers.run(copy_context().run, self._pull_blocking, stream, going, on_page)
-
-    def _pull_blocking(
-        self,
-        stream: PullStream,
-        going: list[tuple[Pulled, Slot]],
-        on_page: Callable[[int, KvPoolError | None, bool], None],
-    ) -> None:
-        items = [
-            PullItem(
-                key=page.record.key,
-                destination=self._space.view(slot),
-                on_metadata=partial(stream.told.__setitem__, position),
-            )
-            for position, (page, slot) in enumerate(going)
-        ]
-        spec = going[0][0].keyspace.spec
-        self._pages.pull(stream.source, spec, items, self._limits.timeout_s, on_page, stream.stop)
-
     async def _slot(self, page: Pulled) -> Slot | KvPoolError | None:
-        """None if the page came from elsewhere meanwhile."""
+        """Return a slot, or None if the page came from elsewhere meanwhile."""
         return await self._space.find(
             page.keyspace.tenant,
             page.record.page_bytes,
-            lambda: None if page.settled else self._ledger.begin_fill(page.keyspace.tenant, page.record),
+            lambda: None if page.settled else self._table.begin_fill(page.keyspace.tenant, page.record),
         )
 
     def _arrived(self, stream: PullStream, position: int, error: KvPoolError | None, hit: bool) -> None:
@@ -228,19 +286,19 @@ class Pulls:
         elif stream.stalled:
             silent_s = min(now_s - stream.moved_s, self._limits.stall_s)
             error = DeadlineExceeded(f"{stream.source.bulk_endpoint} sent nothing for {silent_s:g} s")
-        self._judge(page, stream.source, error, hit)
-        self._ledger.describe_fill(slot, inherited(page.record.metadata, stream.told.pop(position, None)))
-        self._settle(page, slot, error, hit)
+        self._report_source(page, stream.source, error, hit)
+        self._table.describe_fill(slot, inherited(page.record.metadata, stream.metadata.pop(position, None)))
+        self._finish_attempt(page, slot, error, hit)
 
-    def _judge(self, page: Pulled, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:
-        """Report a source that did not have what it was said to have."""
+    def _report_source(self, page: Pulled, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:
+        """Report a source that did not have what the index said it has."""
         if isinstance(error, PageCorrupt):
             self._metrics.verification_failures.labels("peer").inc()
             _log.error("page %s from %s fails verification", page.record.key, source.bulk_endpoint)
         if isinstance(error, PageCorrupt | StaleIncarnation) or (error is None and not hit):
             self._index.report_stale(page.record.key, page.record.metadata.group_head_hash, source)
 
-    def _settle(self, page: Pulled, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
+    def _finish_attempt(self, page: Pulled, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
         """One attempt has ended. The first good copy counts; a failure only when no other attempt is under way."""
         page.attempts -= 1
         good = hit and error is None
@@ -252,12 +310,12 @@ class Pulls:
             if page.attempts:
                 self._stop_unwanted(page)
         elif slot is not None:
-            present = self._ledger.finish_fill(slot, verified=False)
+            present = self._table.finish_fill(slot, verified=False)
             if present is not None:
-                self._ledger.unpin(present)
+                self._table.unpin(present)
 
     def _stop_unwanted(self, page: Pulled) -> None:
-        """The page is here: streams that nobody waits for any more are stopped."""
+        """The page is here: streams that no page needs any more are stopped."""
         for source in page.tried:
             peer = self._peers.get(source.bulk_endpoint)
             for stream in peer.streams if peer is not None else ():
@@ -266,22 +324,22 @@ class Pulls:
 
     # Hedging
 
-    def _watch_later(self) -> None:
+    def _check_later(self) -> None:
         pause_s = min(self._delay.delay_s if self._delay.enabled else self._limits.stall_s, _QUIET_S) / 2
-        self._watch = asyncio.get_running_loop().call_later(pause_s, self._look)
+        self._watch = asyncio.get_running_loop().call_later(pause_s, self._check_streams)
 
-    def _look(self) -> None:
+    def _check_streams(self) -> None:
         """Ask others for what does not move, and give up what has not moved for long."""
         self._watch = None
         now_s, delay_s = self._clock.monotonic_s(), self._delay.delay_s
         for peer in list(self._peers.values()):
-            late = [stream for stream in peer.streams if now_s - stream.moved_s >= delay_s]
+            late = [stream for stream in peer.streams if stream.complete and now_s - stream.moved_s >= delay_s]
             hung = [stream for stream in late if now_s - stream.moved_s >= self._limits.stall_s]
             for stream in hung:
                 if not stream.stalled:
-                    self._give_up(stream)
+                    self._abandon(stream)
             if hung and len(hung) == len(peer.streams):
-                self._give_up_waiting(peer)
+                self._abandon_waiting(peer)
             for stream in late:
                 for page, _ in list(stream.pages.values()):
                     self._hedge(page)
@@ -289,28 +347,31 @@ class Pulls:
                 for page, _ in list(peer.waiting):
                     self._hedge(page)
         if self._waiting_peers():
-            self._make_place(now_s)
+            self._abandon_quietest(now_s)
             self._pump()
         if self._peers and self._watch is None:
-            self._watch_later()
+            self._check_later()
 
-    def _make_place(self, now_s: float) -> None:
-        """Give up the quietest stream if all threads are taken and none is on its way back."""
+    def _abandon_quietest(self, now_s: float) -> None:
+        """Give up the quietest stream that a peer was asked on, if all threads are taken and none will soon be free."""
         streams = self._streams()
-        if len(streams) < self._pullers.threads or any(stream.stalled for stream in streams):
+        if len(streams) < self._caller.threads or any(stream.stalled for stream in streams):
             return
-        quietest = min(streams, key=lambda stream: stream.moved_s)
+        asked = [stream for stream in streams if stream.complete]
+        if not asked:
+            return  # all wait for slots: none has a thread yet
+        quietest = min(asked, key=lambda stream: stream.moved_s)
         if now_s - quietest.moved_s >= _QUIET_S:
-            self._give_up(quietest)
+            self._abandon(quietest)
 
-    def _give_up_waiting(self, peer: PulledPeer) -> None:
+    def _abandon_waiting(self, peer: PulledPeer) -> None:
         """Pages that no stream of a silent peer has asked for yet: the next one would be as silent, and as long."""
         waiting, peer.waiting = peer.waiting, deque()
         for page, source in waiting:
             silent = DeadlineExceeded(f"{source.bulk_endpoint} sent nothing for {self._limits.stall_s:g} s")
-            self._settle(page, None, silent, False)
+            self._finish_attempt(page, None, silent, False)
 
-    def _give_up(self, stream: PullStream) -> None:
+    def _abandon(self, stream: PullStream) -> None:
         stream.stalled = True
         stream.stop.stop()
 
@@ -325,7 +386,7 @@ class Pulls:
         self._ask(page, page.hedge)
 
     def _unhedge(self, page: Pulled, source: RemoteSource) -> None:
-        """There is no room for a second copy: it can be asked for again."""
+        """Forget the second source, for whose copy there is no room, until it is tried again."""
         page.hedge = None
         self._hedged_count -= 1
         page.attempts -= 1

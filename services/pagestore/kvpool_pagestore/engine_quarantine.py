@@ -85,14 +85,14 @@ class Quarantine:
             return False
         return ended == set(gone)
 
-    async def settle(self) -> None:
-        """Look once whether peers are gone, and give back what may be."""
+    async def resolve_gone(self) -> None:
+        """Look once which peers are gone, and give back what they held."""
         sessions = self._ledger.sessions
         waiting = [one.session_id for one in sessions.ended if one.gone_s is None]
         if waiting or self._departing:
             gone = await self._workers.run(self._arena.gone_sessions, [*waiting, *self._departing])
             sessions.note_gone(list(gone), self._clock.monotonic_s())
-            self._let_go(self._departing.intersection(gone))
+            self._forget_departed(self._departing.intersection(gone))
         for session in sessions.resolvable(self._clock.monotonic_s()):
             self._resolve(session)
         await self._remove_files()
@@ -124,7 +124,7 @@ class Quarantine:
     async def _look(self) -> None:
         """A failure, as of a full queue, passes: the next poll tries again."""
         try:
-            await self.settle()
+            await self.resolve_gone()
         except (KvPoolError, OSError) as error:
             if not self._is_failing:
                 _log.warning("ended sessions could not be looked at, which is tried again: %s", error)
@@ -148,7 +148,7 @@ class Quarantine:
             self._count_old()
         self._resolved.add(session.session_id)
 
-    def _let_go(self, session_ids: set[bytes]) -> None:
+    def _forget_departed(self, session_ids: set[bytes]) -> None:
         self._departing -= session_ids
         for session_id in session_ids:
             self._ledger.space.forget_mapper(session_id)

@@ -20,7 +20,6 @@ from kvpool_pagestore.engine_disk import DiskTier
 _SPARE_PART = 64  # looking for victims costs a walk: one part in this many of what is used is given up on top,
 _SPARE_BYTES = 4 << 20  # but no more than this
 _AT_ONCE = 64  # pages in staging or chunks on disk given up between two turns of the loop: each takes 20 to 150 us
-_MANY = 1 << 62
 
 
 class Quotas:
@@ -61,7 +60,8 @@ class Quotas:
         if not shortfalls:
             return None
         for shortfall in shortfalls:
-            self._give_up(shortfall, request.record.key)
+            # After a quota was lowered, more goes in steps of its own.
+            self._give_up(shortfall, request.record.key, _AT_ONCE)
         left = self._book.shortfalls(keyspace, more_bytes)
         if left:
             return QuotaExceeded(f"{left[0].owner} is used up by pages that are in use, pinned or not yet durable")
@@ -110,14 +110,14 @@ class Quotas:
         """Meet the keyspace's own quota, or its tenant's: any number of pages may have to go."""
         while left := [one for one in self._book.shortfalls(keyspace, 0) if one.tenant == tenant]:
             used_bytes = self._book.used_for(left[0])
-            self._give_up(left[0], None, most=_AT_ONCE)
+            self._give_up(left[0], None, _AT_ONCE)
             if self._book.used_for(left[0]) >= used_bytes:
                 return  # all of it is in use
             if self._disk is not None:
                 await self._disk.deleted()
             await asyncio.sleep(0)
 
-    def _give_up(self, shortfall: Shortfall, spare: PageKey | None, most: int = _MANY) -> None:
+    def _give_up(self, shortfall: Shortfall, spare: PageKey | None, most: int) -> None:
         """Pages of the shortfall's keyspaces, by the eviction policies of the tiers held to them: copies in staging of
         what is on disk, which lose nothing; then pages on disk; then pages that are in staging alone.
 

@@ -27,11 +27,10 @@ from kvpool_pagestore.adapters.placement import IndexPlacement
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
-from kvpool_pagestore.engine_pull_values import QUIET_STREAMS_MAX
+from kvpool_pagestore.engine_pulls import QUIET_STREAMS_MAX
 from kvpool_pagestore.main_servers import PageStoreServers, parse_address
 from kvpool_pagestore.metrics import PageStoreMetrics
-from kvpool_pagestore.ports import IndexLink, PageStore
-from kvpool_pagestore.ports_movement import NoPlacement
+from kvpool_pagestore.ports import IndexLink, NoPlacement, PageStore
 from kvpool_server import flock
 from kvpool_server.config import describe, load_config
 from kvpool_server.executor import BoundedExecutor
@@ -105,14 +104,15 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     last_incarnation = await _load_engine(engine, arena.segments)
     servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry), tls, tracer)
     node = servers.listen(_start_metrics(config, registry, stack))
-    node = replace(node, draining=engine.movement.drain.refuses_pages)
+    node = replace(node, draining=engine.drain.refuses_pages)
     await _adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
     loop = asyncio.get_running_loop()
     metrics.watch(lambda: engine.read_gauges(loop))
     if isinstance(index, NodeIndexLink):
         metrics.watch_reconciliation(index.reconcile_figures)
     await servers.start()
-    engine.movement.start()
+    engine.replication.start()
+    engine.drain.start()
     if config.arena_prepare:
         engine.preparation.start()
     gc.freeze()  # what was made at start stays: a collection that walks over it takes 60 ms

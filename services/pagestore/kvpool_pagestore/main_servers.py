@@ -9,7 +9,7 @@ from kvpool.core.errors import StartupFailed
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import pagestore_pb2, pagestore_pb2_grpc
 from kvpool_pagestore.adapters.data_directory import host_identity
-from kvpool_pagestore.bulk_servicer import PageTransferServicer
+from kvpool_pagestore.bulk_servicer import BulkLimits, PageTransferServicer
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_bulk import EngineBulkGateway
@@ -78,7 +78,8 @@ class PageStoreServers:
             ),
         )
         gateway = EngineBulkGateway(engine, asyncio.get_running_loop())
-        PageTransferServicer(gateway, _tenant).add_to(self.bulk.grpc)
+        bulk_limits = BulkLimits(streams_per_peer=config.peer_bulk_streams)
+        PageTransferServicer(gateway, _tenant, bulk_limits).add_to(self.bulk.grpc)
         self._descriptors = FdServer(descriptor_socket, on_fetch=self._fetch, group_access=config.socket_group_access)
 
     def listen(self, metrics_url: str) -> NodeInfo:

@@ -12,6 +12,7 @@ from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool_pagestore.engine_drain import DrainProgress, DrainState
+from kvpool_pagestore.engine_local_pages import LocalPages
 from kvpool_pagestore.ports import PushItem
 from tests.fixtures.movement import Cluster, cluster_of, join
 from tests.fixtures.pagestore import KEYSPACE, SLOT_BYTES, TENANT, new_world, page_key, running_engine
@@ -31,7 +32,7 @@ async def fill(cluster: Cluster, at: int = 0, numbers: range = PAGES) -> None:
 
 
 async def drained(cluster: Cluster, at: int = 0) -> list[DrainProgress]:
-    return [progress async for progress in cluster.members[at].run.engine.movement.drain.watch()]
+    return [progress async for progress in cluster.members[at].run.engine.drain.watch()]
 
 
 async def test_a_drained_node_leaves_every_page_durable_elsewhere() -> None:
@@ -52,7 +53,7 @@ async def test_a_drained_node_leaves_every_page_durable_elsewhere() -> None:
         assert isinstance(refused, Draining)
         assert [one.done for one in await drained(cluster)] == [True]
         with pytest.raises(DrainBlocked, match="restart"):
-            await running.engine.movement.drain.cancel()
+            await running.engine.drain.cancel()
 
 
 async def test_pages_with_another_live_copy_stay_where_they_are() -> None:
@@ -68,7 +69,7 @@ async def test_a_copy_on_a_node_that_is_drained_too_does_not_count() -> None:
     async with cluster_of(3) as cluster:
         await fill(cluster, 0)
         await fill(cluster, 1)
-        first, second = (cluster.members[at].run.engine.movement.drain for at in (0, 1))
+        first, second = (cluster.members[at].run.engine.drain for at in (0, 1))
         both = [aiter(one.watch()) for one in (first, second)]
         for progresses in both:
             await anext(progresses)
@@ -121,7 +122,7 @@ async def test_a_node_that_refuses_is_passed_over() -> None:
 async def test_leaving_in_the_middle_stops_the_moving_and_the_next_call_goes_on() -> None:
     async with cluster_of(2) as cluster:
         await fill(cluster)
-        drain = cluster.members[0].run.engine.movement.drain
+        drain = cluster.members[0].run.engine.drain
         watching = drain.watch()
         async for progress in watching:
             if progress.moved_pages:
@@ -138,7 +139,7 @@ async def test_a_cancelled_drain_takes_the_node_back_into_service() -> None:
     async with cluster_of(2) as cluster:
         await fill(cluster)
         running = cluster.members[0].run
-        drain = running.engine.movement.drain
+        drain = running.engine.drain
         watching = asyncio.ensure_future(drained(cluster))
         await eventually(lambda: drain.progress.moved_pages > 0)
         await drain.cancel()
@@ -173,7 +174,7 @@ async def test_pages_that_are_evicted_or_cleared_meanwhile_do_not_matter() -> No
         await fill(cluster)
         running = cluster.members[0].run
         watching = asyncio.ensure_future(drained(cluster))
-        await eventually(lambda: running.engine.movement.drain.progress.moved_pages > 0)
+        await eventually(lambda: running.engine.drain.progress.moved_pages > 0)
         await running.engine.clear(TENANT, KEYSPACE)
         assert (await watching)[-1].done
         assert running.engine.gauges().disk_pages == 0
@@ -220,24 +221,24 @@ async def test_without_an_index_there_is_no_drain() -> None:
     with new_world() as world:
         async with running_engine(world) as running:
             with pytest.raises(DrainBlocked, match="no index"):
-                async for _ in running.engine.movement.drain.watch():
+                async for _ in running.engine.drain.watch():
                     pass
             peer = await open_session(running)
             (grant,) = await running.engine.pages.reserve(peer, [reserve_item(1)])
             assert not isinstance(grant, Draining | Admission)
 
 
-async def test_a_node_that_stops_in_the_middle_says_so_to_whoever_watches() -> None:
+async def test_a_node_that_stops_in_the_middle_reports_it_to_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster_of(2) as cluster:
         await fill(cluster, numbers=range(4))
         reached, go = asyncio.Event(), asyncio.Event()
-        drain = cluster.members[0].run.engine.movement.drain
+        drain = cluster.members[0].run.engine.drain
 
         async def slow() -> None:
             reached.set()
             await go.wait()
 
-        drain._flush = slow
+        monkeypatch.setattr(LocalPages, "flush", lambda self: slow())
         watching = asyncio.ensure_future(drained(cluster))
         await asyncio.wait_for(reached.wait(), PATIENCE_S)
         await drain.stop()

@@ -31,7 +31,7 @@ async def test_pinned_pages_of_a_drained_node_go_to_one_that_may_pin_no_more() -
         await fill_pinned(cluster)
         target = cluster.members[1].run.engine
         target.retained._pins._limit_bytes = 2 * 66_000
-        async for progress in cluster.members[0].run.engine.movement.drain.watch():
+        async for progress in cluster.members[0].run.engine.drain.watch():
             last = progress
         assert last.done and all(cluster.holders_of(number)[-1] == 1 for number in PAGES)
         assert 0 < target.retained.pinned_bytes <= 2 * 66_000

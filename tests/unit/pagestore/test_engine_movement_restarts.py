@@ -34,7 +34,7 @@ class Restarting:
 
     @property
     def drain(self) -> Drain:
-        return self.member.run.engine.movement.drain
+        return self.member.run.engine.drain
 
     def block(self) -> None:
         """Hold up whoever sends a page here, on its thread."""
@@ -218,7 +218,7 @@ async def test_whoever_watches_while_the_drain_is_being_cancelled_begins_it_anew
         one.cluster.members[0].refuse = lambda item: ArenaFull("full")
         with pytest.raises(KvPoolError):
             await _watched(one.drain)
-        placement, heard = one.drain._copying.placement, asyncio.Event()
+        placement, heard = one.drain._planner.placement, asyncio.Event()
         true = placement.set_draining
 
         async def slow(draining: bool) -> None:
@@ -261,11 +261,11 @@ async def test_what_a_new_node_has_not_got_yet_is_brought_after_a_restart() -> N
     fast: dict[str, Any] = {"rebalance_bytes_per_s": 1 << 30}
     async with restarting(**fast) as one, AsyncExitStack() as stack:
         await one.fill()
-        await one.member.run.engine.movement.sweep.sweep()  # who is there counts as settled
+        await one.member.run.engine.replication.sweep()  # who is there counts as settled
         await one.restart(**fast)
         joined = await join(one.cluster, stack, 2, host="new", **fast)
-        await one.member.run.engine.movement.load()
-        await one.member.run.engine.movement.sweep.sweep()
+        await one.member.run.engine.replication.load()
+        await one.member.run.engine.replication.sweep()
         await eventually(lambda: one.held_by(2) > 0)
         assert joined.pushed_bytes
 
@@ -274,10 +274,10 @@ async def test_a_group_that_a_new_node_did_not_take_is_brought_by_the_next_walk(
     fast: dict[str, Any] = {"rebalance_bytes_per_s": 1 << 30}
     async with restarting(**fast) as one, AsyncExitStack() as stack:
         await one.fill()
-        sweep = one.member.run.engine.movement.sweep
+        sweep = one.member.run.engine.replication
         await sweep.sweep()
         joined = await join(one.cluster, stack, 2, host="new", **fast)
-        sweep._copying._nodes_until_s = 0.0
+        sweep._planner._nodes_until_s = 0.0
         joined.refuse = lambda item: ArenaFull("full just now")
         await sweep.sweep()
         refused = joined.pushed_bytes

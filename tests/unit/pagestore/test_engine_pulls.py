@@ -6,6 +6,9 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import pytest
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Stopped
@@ -54,6 +57,10 @@ class StuckPeers(ScriptedPeers):
         stop: Stop,
     ) -> None:
         self.calls.append(source)
+        if stop.stopped:
+            for index in range(len(items)):
+                on_page(index, Stopped("not wanted"), False)
+            return
         if source.incarnation < 10:
             woken = threading.Event()
             stop.on_stop(woken.set)
@@ -237,3 +244,54 @@ async def test_more_peers_that_hang_than_threads_give_up_the_quietest_of_them() 
             assert not hung[1].done() and not hung[2].done()
             peers.go.set()
             await asyncio.gather(*hung)
+
+
+class CountedClock(ManualClock):
+    """Counts how often it is read: a watch that looks reads it."""
+
+    reads = 0
+
+    def monotonic_s(self) -> float:
+        self.reads += 1
+        return super().monotonic_s()
+
+
+class GatedWorkers:
+    """A ports.Workers that begins nothing while its gate is closed."""
+
+    def __init__(self, workers: Workers, gate: asyncio.Event) -> None:
+        self._workers = workers
+        self._gate = gate
+        self.threads = workers.threads
+
+    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        await self._gate.wait()
+        return await self._workers.run(function, *args, **kwargs)
+
+
+@pytest.mark.parametrize("threads", [1, 50])
+async def test_a_stream_that_still_waits_for_slots_is_not_given_up(threads: int) -> None:
+    clock, gate = CountedClock(), asyncio.Event()
+    with stuck_world(clock) as (world, _):
+
+        def wrap(name: str, workers: Workers) -> Workers:
+            if name == "verify":  # also what makes segments of the arena
+                return GatedWorkers(workers, gate)
+            few = FewThreads(workers)
+            few.threads = threads
+            return few if name == "pull" else workers
+
+        world.wrap_workers = wrap
+        async with running_engine(world, hedge_ms=20, pull_stall_ms=50) as running:
+            peer = await open_session(running)
+            asking = [
+                asyncio.ensure_future(acquire_one(running, peer, wanted(number, remote_source(10 + number))))
+                for number in (1, 2)
+            ]
+            for _ in range(3):
+                clock.advance(1.0)
+                clock.reads = 0
+                await eventually(lambda: clock.reads > 4)
+            gate.set()
+            for number, answer in enumerate(await asyncio.gather(*asking), 1):
+                check(running, answer, number)

@@ -14,6 +14,7 @@ from kvpool.core.page import PageKey
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
+from kvpool_pagestore.core.events import PolicyChanged
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine_pages import ReserveItem
 from kvpool_pagestore.engine_sessions import PeerSession
@@ -153,6 +154,27 @@ async def test_a_lowered_quota_gives_up_a_bounded_number_of_pages_in_one_turn_of
                 await asyncio.sleep(0)
                 counts.append(running.engine.gauges().disk_pages)
             assert max(before - after for before, after in pairwise(counts)) <= 64
+
+
+async def test_a_writer_gives_up_a_bounded_number_of_pages_after_its_quota_was_lowered() -> None:
+    with new_world() as world:
+        quota(world, 0)
+        async with running_engine(world, disk_bytes=1 << 30) as running:
+            peer = await open_session(running)
+            for first in range(0, 300, 10):
+                await store(running, peer, range(16 * first, 16 * (first + 10), 16))
+                await running.engine.flush(TENANT, b"")
+            running.engine.quotas.take_policy(PolicyChanged(KEYSPACE, KeyspacePolicy(quota_bytes=4 * PAGE_BYTES)))
+            asking = asyncio.ensure_future(put(running, peer, KEYSPACE, 16 * 1000))
+            counts = [running.engine.gauges().disk_pages]
+            while not asking.done():
+                await asyncio.sleep(0)
+                counts.append(running.engine.gauges().disk_pages)
+            # The writer gives up as many in its turn as does what brings the keyspace down to its quota.
+            assert max(before - after for before, after in pairwise(counts)) <= 2 * 64
+            await asking
+            await eventually(lambda: running.engine.quotas.used_bytes(KEYSPACE) <= 4 * PAGE_BYTES)
+            assert await put(running, peer, KEYSPACE, 16 * 1000) is None
 
 
 async def test_a_quota_is_kept_over_a_restart_without_an_index() -> None:

@@ -24,7 +24,7 @@ async def fill(member: Member) -> None:
 
 
 async def sweep(cluster: Cluster, at: int = 0) -> None:
-    await cluster.members[at].run.engine.movement.sweep.sweep()
+    await cluster.members[at].run.engine.replication.sweep()
 
 
 async def test_only_what_is_the_new_nodes_by_placement_moves_and_leaves_the_old_one() -> None:
@@ -32,7 +32,7 @@ async def test_only_what_is_the_new_nodes_by_placement_moves_and_leaves_the_old_
         await fill(cluster.members[0])
         await sweep(cluster)  # who is there before counts as settled
         joined = await join(cluster, stack, 1, host="new", **FAST)
-        cluster.members[0].run.engine.movement.sweep._copying._nodes_until_s = 0.0
+        cluster.members[0].run.engine.replication._planner._nodes_until_s = 0.0
         await sweep(cluster)
         await eventually(lambda: all(len(cluster.holders_of(number)) == 1 for number in PAGES))
         moved = [number for number in PAGES if cluster.holders_of(number) == [1]]
@@ -48,7 +48,7 @@ async def test_it_is_off_unless_a_rate_is_given() -> None:
         await fill(cluster.members[0])
         await sweep(cluster)
         joined = await join(cluster, stack, 1, host="new")
-        cluster.members[0].run.engine.movement.sweep._copying._nodes_until_s = 0.0
+        cluster.members[0].run.engine.replication._planner._nodes_until_s = 0.0
         await sweep(cluster)
         assert joined.pushed_bytes == 0
 
@@ -59,7 +59,7 @@ async def test_the_new_node_is_filled_at_the_rate_and_no_faster() -> None:
         await fill(cluster.members[0])
         await sweep(cluster)
         joined = await join(cluster, stack, 1, host="new", **rate)
-        cluster.members[0].run.engine.movement.sweep._copying._nodes_until_s = 0.0
+        cluster.members[0].run.engine.replication._planner._nodes_until_s = 0.0
         began_s = time.monotonic()
         await sweep(cluster)
         pages_moved = joined.pushed_bytes // PAGE_BYTES
@@ -75,6 +75,6 @@ async def test_what_the_new_node_does_not_take_or_gets_spoiled_stays() -> None:
         assert isinstance(peers, MemberPeers)
         peers.spoil = flip
         joined.refuse = lambda item: ArenaFull("full") if item.key.chunk_hash[-1] % 2 else None
-        cluster.members[0].run.engine.movement.sweep._copying._nodes_until_s = 0.0
+        cluster.members[0].run.engine.replication._planner._nodes_until_s = 0.0
         await sweep(cluster)
         assert all(cluster.holders_of(number) == [0] for number in PAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -12,9 +13,9 @@ from kvpool.core.errors import ArenaFull
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.testing import eventually
-from kvpool_pagestore import engine_held
+from kvpool_pagestore import engine_local_pages
 from kvpool_pagestore.core.disk_map import DiskMap
-from tests.fixtures.movement import Cluster, MemberPeers, cluster_of, flip
+from tests.fixtures.movement import Cluster, MemberPeers, cluster_of, flip, join
 from tests.fixtures.pagestore import KEYSPACE, TENANT, metadata
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 
@@ -45,6 +46,21 @@ async def test_without_another_host_a_node_of_the_same_host_serves() -> None:
         await fill(cluster)
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
         assert cluster.members[0].run.engine.gauges().replica_queue_chunks == 0, "too few nodes are no failure"
+
+
+async def test_durable_copies_go_only_to_nodes_with_a_disk() -> None:
+    async with cluster_of(1, replication_factor=2) as cluster, AsyncExitStack() as stack:
+        await join(cluster, stack, 1, host="host-1", disk=False, replication_factor=2)
+        await join(cluster, stack, 2, host="host-2", replication_factor=2)
+        await fill(cluster, numbers=range(0, 20 * 16, 16))  # twenty chain groups: placement would name either node
+        await eventually(lambda: all(cluster.holders_of(number) == [0, 2] for number in range(0, 20 * 16, 16)))
+        assert not cluster.members[1].pushed_bytes
+        sent = cluster.members[0].run
+        await eventually(lambda: sent.metric("moved_pages_total", purpose="replica") == 20)
+        await sent.engine.replication.sweep()
+        assert not any(
+            "move_failures" in one.name for one in sent.registry.collect() if one.samples and one.samples[0].value
+        )
 
 
 async def test_a_factor_of_one_asks_nobody() -> None:
@@ -98,7 +114,7 @@ async def test_a_full_queue_is_refused_and_a_sweep_finds_what_was_left_out() -> 
         await eventually(lambda: running.metric("move_failures_total", purpose="replica", reason="OVERLOADED") > 0)
         await eventually(lambda: running.engine.gauges().replica_queue_chunks == 0)
         await running.engine.flush("tenant", b"")
-        await running.engine.movement.sweep.sweep()
+        await running.engine.replication.sweep()
         assert all(cluster.holders_of(number) == [0, 1] for number in PAGES)
 
 
@@ -109,7 +125,7 @@ async def test_a_sweep_heals_what_a_dead_node_held() -> None:
         dead = next(at for at in cluster.holders_of(0) if at)
         cluster.members[dead].die()
         (left,) = {1, 2} - {dead}
-        sweep = cluster.members[0].run.engine.movement.sweep
+        sweep = cluster.members[0].run.engine.replication
         await sweep.sweep()  # may still know of the dead node
         await sweep.sweep()
         await eventually(lambda: all({0, left} <= set(cluster.holders_of(number)) for number in PAGES))
@@ -123,7 +139,7 @@ async def test_a_copy_in_staging_does_not_count_for_a_durable_page() -> None:
         assert second._disk is not None
         second._disk.discard([record.key for record in second._table.ready_pages()])
         await eventually(lambda: cluster.holders_of(0) == [0] and cluster.members[1].has(0, Tier.STAGING))
-        await cluster.members[0].run.engine.movement.sweep.sweep()
+        await cluster.members[0].run.engine.replication.sweep()
         assert all(cluster.holders_of(number) == [0, 1] for number in PAGES), "it is made durable where it is staged"
 
 
@@ -165,17 +181,17 @@ async def test_a_sweep_asks_the_index_once_for_many_chain_groups() -> None:
             await fill(cluster, numbers=range(start, start + 16))
             await cluster.members[0].run.engine.flush(TENANT, b"")
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in numbers))
-        movement = cluster.members[0].run.engine.movement
-        await movement.sweep.sweep()
-        await eventually(lambda: not movement.replication.waiting_chunks)
+        movement = cluster.members[0].run.engine.replication
+        await movement.sweep()
+        await eventually(lambda: not movement.waiting_chunks)
         before = cluster.places
-        await movement.sweep.sweep()
+        await movement.sweep()
         assert cluster.places - before <= 2, "who the nodes are, and who holds the chunks"
 
 
 async def test_what_a_node_holds_is_gathered_by_chain_group_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_held, "_CHUNKS_A_TURN", 4)
-    monkeypatch.setattr(engine_held, "_BUCKET_CHUNKS", 8)
+    monkeypatch.setattr(engine_local_pages, "_CHUNKS_A_TURN", 4)
+    monkeypatch.setattr(engine_local_pages, "_BUCKET_CHUNKS", 8)
     async with cluster_of(1) as cluster:
         running = cluster.members[0].run
         for start in range(0, 64, 16):
@@ -196,7 +212,7 @@ async def test_what_a_node_holds_is_gathered_by_chain_group_in_bounded_steps(mon
 
         monkeypatch.setattr(DiskMap, "location", counted)
         others = asyncio.ensure_future(turns())
-        buckets = await running.engine.movement.sweep._copying.held.buckets()
+        buckets = await running.engine.replication._planner.local.buckets()
         others.cancel()
         assert max(looks.values()) <= 4
         listed = [[name for part in one.parts(3) for name in part] for one in buckets]

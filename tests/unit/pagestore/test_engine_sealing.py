@@ -19,7 +19,7 @@ from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine_bulk import EngineBulkGateway
-from kvpool_pagestore.engine_moving import Purpose
+from kvpool_pagestore.engine_push import Purpose
 from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.ports import PushItem
 from kvpool_pagestore.ports_bulk import ReadGrant
@@ -218,7 +218,7 @@ async def push(running: Running, numbers: Sequence[int]) -> None:
     )
     keyspace = running.engine._keyspaces.find(KEYSPACE)
     assert keyspace is not None
-    mover = running.engine.movement.replication._copying._mover
+    mover = running.engine.replication._planner._pusher
     keys = [page_key(number) for number in numbers]
     report = await mover.copy(node, keyspace, keys, durable=False, purpose=Purpose.REPLICA)
     assert report.copied == keys

@@ -62,7 +62,7 @@ async def test_slots_of_a_vanished_peer_wait_for_its_process_and_the_grace() -> 
             (grant,) = await reserved(running, other, [1])
             assert grant.slot.index != 0 or grant.slot.segment.segment_id == 0
             clock.advance(3600)  # never by time alone
-            await running.engine._quarantine.settle()
+            await running.engine._quarantine.resolve_gone()
             assert running.engine.gauges().arena_quarantined_bytes == SLOT_BYTES
             os.close(fd)  # the peer's process is gone
             await eventually(lambda: running.engine._table.sessions.ended[0].gone_s is not None)

@@ -301,7 +301,7 @@ async def flush_all(engine: PageStoreEngine) -> None:
 
 
 async def drain(engine: PageStoreEngine) -> None:
-    async for _ in engine.movement.drain.watch():
+    async for _ in engine.drain.watch():
         pass
 
 

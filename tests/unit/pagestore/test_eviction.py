@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -72,6 +73,33 @@ def test_a_victim_costs_the_same_with_thousands_of_domains() -> None:
         assert policy.evict() is not None and len(policy) == left - 1
         assert len(asked) < 12
     assert not policy._shelves and not policy._shelf_of, "a domain without keys is forgotten"
+
+
+def test_a_victim_of_some_domains_costs_the_same_with_thousands_of_them() -> None:
+    steps: list[int] = []
+
+    class Watched(set[int]):
+        def __iter__(self) -> Iterator[int]:
+            for domain in super().__iter__():
+                steps.append(domain)
+                yield domain
+
+    policy: EvictionPolicy[int] = EvictionPolicy()
+    for number in range(6000):
+        policy.insert(number, domain=number % 3000)
+    some = Watched(range(2000))
+    gone = [policy.evict(domains=some) for _ in range(1000)]
+    assert len(steps) <= 2000, "the domains are walked through once, not for each victim"
+    assert len(set(gone)) == 1000 and all(number is not None and number % 3000 < 2000 for number in gone)
+    some.add(2500)
+    policy.touch(2999)
+    left = set(range(6000)) - set(gone)
+    while (victim := policy.evict(domains=some)) is not None:
+        left.remove(victim)
+        if victim < 6000 and victim % 1000 == 7:  # some come back
+            policy.insert(victim + 6000, domain=victim % 3000)
+            left.add(victim + 6000)
+    assert {number % 3000 for number in left} == {*range(2000, 2500), *range(2501, 3000)}
 
 
 def test_what_is_remembered_is_a_share_of_the_keys_inside() -> None:

@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.grid import ShardGrid
-from kvpool_pagestore.core.copies import (
+from kvpool_pagestore.core.pace import Pace
+from kvpool_pagestore.core.replication import (
     HeldChunk,
     Holder,
+    HotChunks,
+    ReplicaQueue,
     consecutive,
     is_safe_without,
     missing,
@@ -18,9 +21,6 @@ from kvpool_pagestore.core.copies import (
     pick,
     ranked,
 )
-from kvpool_pagestore.core.hotness import HotChunks
-from kvpool_pagestore.core.pace import Pace
-from kvpool_pagestore.core.replicas import ReplicaQueue
 from tests.fixtures.pagestore import page_key
 from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 
@@ -83,9 +83,9 @@ def test_pages_of_another_split_are_copies_if_they_have_every_layer_and_head() -
 
 def test_targets_are_on_hosts_of_their_own_as_long_as_there_are_such() -> None:
     nodes = [node(1, "a"), node(2, "a"), node(3, "b"), node(4, "b")]
-    assert [one.node_id[0] for one in pick(nodes, 2, {"a"}, lambda _: True)] == [3, 1]
-    assert [one.node_id[0] for one in pick(nodes, 9, set(), lambda one: one.host_id == "b")] == [3, 4]
-    assert pick(nodes, -1, set(), lambda _: True) == []
+    assert [one.node_id[0] for one in pick(nodes, 2, {"a"})] == [3, 1]
+    assert [one.node_id[0] for one in pick([one for one in nodes if one.host_id == "b"], 9, set())] == [3, 4]
+    assert pick(nodes, -1, set()) == []
 
 
 def test_ranking_leaves_out_oneself_and_those_that_drain_and_puts_ones_own_host_last() -> None:

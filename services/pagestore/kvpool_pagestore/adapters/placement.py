@@ -8,11 +8,11 @@ from kvpool.core.cluster import ChainMatch, ChainQuery, LiveNode, Location, Node
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError
 from kvpool.core.outcome import Tier
 from kvpool_pagestore.adapters.index_link import NodeIndexLink
-from kvpool_pagestore.core.copies import HeldChunk, Holder
+from kvpool_pagestore.core.replication import HeldChunk, Holder
 
 
 class IndexPlacement:
-    """A ports_movement.Placement over the node's link to the index."""
+    """A ports.Placement over the node's link to the index."""
 
     def __init__(self, link: NodeIndexLink) -> None:
         self._link = link

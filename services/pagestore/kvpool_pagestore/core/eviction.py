@@ -106,6 +106,16 @@ class _Shelf:
     offered: int = _NEVER  # the rank with which it is in the heap of all shelves
 
 
+@dataclass(slots=True)
+class _Part:
+    """Shelves of some domains in the order of their lowest ranks, kept while a caller names the same domains."""
+
+    domains: Collection[Hashable]
+    domain_count: int  # when it was made: domains may be added to a set that a caller keeps
+    shelves: set[int]
+    heap: list[tuple[int, int]]  # lowest rank and number of shelves; the rank may have changed since
+
+
 class EvictionPolicy(Generic[K]):
     """Which key a full tier gives up next. It holds keys only; bytes and budgets are its user's.
 
@@ -133,6 +143,7 @@ class EvictionPolicy(Generic[K]):
         self._shelf_of: dict[Hashable, int] = {}
         self._shelf_count = 0
         self._heap: list[tuple[int, int]] = []  # lowest rank and number of shelves; older ranks may be lower
+        self._part: _Part | None = None
 
     def __len__(self) -> int:
         return self._count
@@ -268,7 +279,9 @@ class EvictionPolicy(Generic[K]):
     ) -> K | None:
         """Take out the next victim. None if nothing may go.
 
-        domains: only keys of these, if not None. spare: keys for which it is true are passed over this time.
+        domains: only keys of these, if not None; name the same object again while the next victim is to be of the same
+        domains, or each victim costs a step for each of them. spare: keys for which it is true are passed over this
+        time.
         """
         self._now_us, self._was_full = now_us, True
         spared: list[int] = []
@@ -323,6 +336,7 @@ class EvictionPolicy(Generic[K]):
             self._shelf_count += 1
             number = self._shelf_of[domain] = self._shelf_count
             self._shelves[number] = _Shelf(domain)
+            self._part = None  # the domain may be one of its
         self._shelves[number].key_count += 1
         self._shelf[row], self._flags[row] = number, _PRESENT
         self._count += 1
@@ -434,6 +448,10 @@ class EvictionPolicy(Generic[K]):
                 heappush(self._heap, (rank, number))
                 if len(self._heap) > 2 * len(self._shelves) + _TURN:
                     self._rebuild_heap()
+            if (part := self._part) is not None and number in part.shelves and shelf.ranks[0] == rank:
+                heappush(part.heap, (rank, number))
+                if len(part.heap) > 2 * len(part.shelves) + _TURN:
+                    self._part = None
         self._before[row], self._after[row], self._rank[row] = last, NO_ROW, rank
         shelf.last[rank] = row
 
@@ -463,9 +481,7 @@ class EvictionPolicy(Generic[K]):
     def _lowest(self, domains: Collection[Hashable] | None) -> int:
         """The row that would go next, or -1."""
         if domains is not None:
-            shelves = [self._shelves[self._shelf_of[domain]] for domain in domains if domain in self._shelf_of]
-            shelf = min((one for one in shelves if one.ranks), key=lambda one: one.ranks[0], default=None)
-            return NO_ROW if shelf is None else shelf.first[shelf.ranks[0]]
+            return self._lowest_of(domains)
         while self._heap:
             rank, number = self._heap[0]
             lowest = self._shelves.get(number)
@@ -478,6 +494,24 @@ class EvictionPolicy(Generic[K]):
                 heapreplace(self._heap, (lowest.offered, number))
             else:
                 return lowest.first[rank]
+        return NO_ROW
+
+    def _lowest_of(self, domains: Collection[Hashable]) -> int:
+        part = self._part
+        if part is None or part.domains is not domains or part.domain_count != len(domains):
+            numbers = {self._shelf_of[domain] for domain in domains if domain in self._shelf_of}
+            heap = [(self._shelves[number].ranks[0], number) for number in numbers if self._shelves[number].ranks]
+            heapify(heap)
+            part = self._part = _Part(domains, len(domains), numbers, heap)
+        while part.heap:
+            rank, number = part.heap[0]
+            shelf = self._shelves.get(number)
+            if shelf is None or not shelf.ranks:
+                heappop(part.heap)
+            elif shelf.ranks[0] != rank:
+                heapreplace(part.heap, (shelf.ranks[0], number))
+            else:
+                return shelf.first[rank]
         return NO_ROW
 
 

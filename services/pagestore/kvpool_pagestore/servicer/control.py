@@ -101,7 +101,7 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
         return pb.PinResponse(page_count=page_count)
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> AsyncIterator[pb.DrainResponse]:
-        drain = self._engine.movement.drain
+        drain = self._engine.drain
         if request.cancel:
             await drain.cancel()
             yield pb.DrainResponse(done=True)

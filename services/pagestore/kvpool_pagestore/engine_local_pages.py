@@ -1,18 +1,30 @@
-"""What this node holds, chunk by chunk, as moving pages asks for it."""
+"""The pages that this node holds: chunk by chunk, and their bytes for as long as they are on their way to others."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from kvpool_pagestore.core.copies import HeldChunk
-from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.page_table import PageTable
-from kvpool_pagestore.engine_disk import DiskTier
+from kvpool.core.errors import KvPoolError
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
+from kvpool_pagestore.core.replication import HeldChunk
+from kvpool_pagestore.core.slots import Slot
+from kvpool_pagestore.engine_context import EngineContext, Tiers
+from kvpool_pagestore.ports import PushItem
 
 _NAME_BYTES = 32  # keyspace id and chunk hash
 _CHUNKS_A_TURN = 512  # looked at between two turns of the loop: each takes 2 us, or 20 on a busy machine
 _BUCKET_CHUNKS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPage:
+    """A page whose bytes stay valid until it is released."""
+
+    item: PushItem
+    slot: Slot | None = None  # pinned; None: the bytes were read from disk
 
 
 class ChunkNames:
@@ -27,25 +39,95 @@ class ChunkNames:
         return len(self._packed) // _NAME_BYTES
 
     def append(self, name: bytes) -> None:
+        """Add one at the end."""
         self._packed += name
 
     def parts(self, most: int) -> Iterator[list[bytes]]:
-        """All of them in order, at most so many at a time."""
+        """Return all of them in order, at most so many at a time."""
         for start in range(0, len(self), most):
             packed = bytes(self._packed[start * _NAME_BYTES : (start + most) * _NAME_BYTES])
             yield [packed[at : at + _NAME_BYTES] for at in range(0, len(packed), _NAME_BYTES)]
 
 
-class HeldPages:
-    """Staging and disk looked at together."""
+class LocalPages:
+    """The pages in staging and on disk of this node, as replication and draining need them."""
 
-    def __init__(self, table: PageTable, disk: DiskTier | None, keyspaces: KeyspaceBook) -> None:
-        self._table = table
-        self._disk = disk
+    def __init__(
+        self,
+        tiers: Tiers,
+        keyspaces: KeyspaceBook,
+        context: EngineContext,
+    ) -> None:
+        staging = tiers.staging
+        self._table, self._space, self._sealing = staging.table, staging.space, staging.sealing
+        self._disk, self._write_back = tiers.disk, tiers.write_back
         self._keyspaces = keyspaces
+        self._tasks = context.tasks
+
+    @property
+    def is_being_written(self) -> bool:
+        """Whether writers hold slots that they have not committed yet."""
+        return self._table.writer_bytes > self._table.dirty_bytes
+
+    async def flush(self) -> None:
+        """Make dirty pages durable. Raises StoreFault."""
+        if self._write_back is not None:
+            await self._write_back.flush({one.keyspace for one in self._keyspaces.all()})
+
+    def keyspaces(self) -> list[bytes]:
+        """Return the ids of all keyspaces of which pages may be here."""
+        return [one.keyspace for one in self._keyspaces.all()]
+
+    def keyspace(self, keyspace: bytes) -> Keyspace | None:
+        """Return a keyspace by its id."""
+        return self._keyspaces.find(keyspace)
+
+    def size_bytes(self, keys: Iterable[PageKey]) -> int:
+        """Return the exact bytes of pages; of an unknown keyspace they count nothing."""
+        known = ((self._keyspaces.find(key.keyspace), key.shard) for key in keys)
+        return sum(keyspace.page_bytes(shard) for keyspace, shard in known if keyspace is not None)
+
+    def discard_durable(self, keys: Sequence[PageKey]) -> None:
+        """Delete pages from disk that other nodes hold. A copy in staging stays as long as it is used."""
+        if self._disk is not None and keys:
+            self._disk.discard(keys)
+
+    async def hold(self, keyspace: Keyspace, key: PageKey) -> HeldPage | KvPoolError | None:
+        """Keep a page's bytes until `release`: its slot is pinned and sealed, or it is read from disk.
+
+        None if the page is not here any more.
+        """
+        slot = self._table.find(key)
+        if slot is not None:
+            self._table.pin(slot)
+            (error,) = await self._sealing.seal([slot])
+            if error is not None:
+                self._table.unpin(slot)
+                return error
+            return HeldPage(PushItem(key=key, page=self._space.view(slot), metadata=slot.page.metadata), slot)
+        metadata = self._disk.map.metadata(key) if self._disk is not None and key in self._disk else None
+        if self._disk is None or metadata is None:
+            return None
+        # Beside the arena: pages that move away must not push out pages that readers want.
+        buffer = memoryview(bytearray(keyspace.page_bytes(key.shard)))
+        error = await self._disk.read(key, keyspace, buffer)
+        if error is None:
+            return HeldPage(PushItem(key=key, page=buffer, metadata=metadata))
+        return error if key in self._disk else None
+
+    def release(self, page: HeldPage) -> None:
+        """Let a page be evicted again."""
+        if page.slot is not None:
+            self._table.unpin(page.slot)
+
+    def recheck(self, keyspace: Keyspace, key: PageKey) -> None:
+        """A receiver found a page damaged: drop it from staging, and verify its copy on disk."""
+        self._table.drop(key)
+        if self._disk is not None and key in self._disk:
+            self._tasks.start(self._disk.recheck(key, keyspace), "recheck-disk")
 
     async def buckets(self, keyspaces: Collection[bytes] | None = None) -> list[ChunkNames]:
-        """Keyspace id + chunk hash of all there is now, or of these keyspaces, some hundreds of chunks together.
+        """Return keyspace id + chunk hash of all chunks here, or of these keyspaces, some hundreds of chunks together.
 
         Chunks of a chain group are in one list, one after the other in no order. Takes the bytes of each name and
         bounded steps, however many chunks there are.
@@ -82,7 +164,7 @@ class HeldPages:
             await asyncio.sleep(0)
 
     def chunk(self, name: bytes) -> list[HeldChunk]:
-        """What is here of one chunk now: its durable shards, and those in staging only; nothing if it is gone."""
+        """Return what is here of one chunk: its durable shards, and those in staging only; nothing if it is gone."""
         keyspace_id, chunk_hash = name[:16], name[16:_NAME_BYTES]
         keyspace = self._keyspaces.find(keyspace_id)
         if keyspace is None:

@@ -1,4 +1,4 @@
-"""Small facts of the node that outlive its process."""
+"""Small values of the node that outlive its process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvpool_pagestore.engine_tasks import EngineTasks
 _log = logging.getLogger(__name__)
 
 
-class KeptValue:
-    """One value beside the pages on disk. Without a disk tier nothing is kept, and no pages are either."""
+class DurableValue:
+    """One value beside the pages on disk. Without a disk tier it is forgotten at exit, as the pages are."""
 
     def __init__(self, disk: DiskTier | None, name: str, tasks: EngineTasks) -> None:
         self._disk = disk
@@ -22,13 +22,13 @@ class KeptValue:
         self._saving = asyncio.Lock()  # threads would save two values in any order
 
     async def load(self) -> bytes:
-        """What was saved last; empty if nothing was. Raises StoreFault."""
+        """Return what was saved last; empty if nothing was. Raises StoreFault."""
         return (await self._disk.load_value(self._name) if self._disk is not None else None) or b""
 
     async def save(self, value: bytes) -> None:
-        """Durable when this returns, unless the disk fails: that is logged, and what goes on now goes on.
+        """Make a value durable; a failure of the disk is logged, and the process goes on with the new value.
 
-        The last call has the last word, also where callers leave before theirs has returned.
+        The last call wins, also if its caller is cancelled before it returns.
         """
         if self._disk is not None:
             await self._tasks.finish(self._save(self._disk, value), f"save-{self._name}")
@@ -38,4 +38,4 @@ class KeptValue:
             try:
                 await disk.save_value(self._name, value)
             except KvPoolError as error:
-                _log.error("%s is not kept over a restart: %s", self._name, error)
+                _log.error("%s is lost at the next restart: %s", self._name, error)

@@ -1,4 +1,4 @@
-"""Pages of this node on their way to others: held or read back window by window, never more than a few windows."""
+"""Sending pages to other nodes: window by window, so that few pages are pinned or in memory at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, ServiceU
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace
-from kvpool_pagestore.core.page_table import PageTable
-from kvpool_pagestore.core.slots import Slot
-from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_sealing import Sealing
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.engine_context import EngineContext
+from kvpool_pagestore.engine_local_pages import HeldPage, LocalPages
 from kvpool_pagestore.ports import PeerPages, PushItem, RemoteSource, Workers
 
 _log = logging.getLogger(__name__)
@@ -42,7 +37,7 @@ _MOVES = (Purpose.DRAIN, Purpose.REBALANCE)  # the page is the target's then, an
 
 @dataclass(slots=True)
 class CopyReport:
-    """What became of pages that were to be copied. gone: they were no longer here, which is nobody's fault."""
+    """What became of pages that were to be copied. gone: they were evicted here meanwhile, which is not a failure."""
 
     copied: list[PageKey] = field(default_factory=list)
     copied_bytes: int = 0
@@ -56,39 +51,23 @@ class CopyReport:
         self.failed.update(other.failed)
 
 
-@dataclass(slots=True)
-class _Window:
-    """Pages of one stream, their bytes held: slots are pinned, the rest was read from disk."""
-
-    items: list[PushItem] = field(default_factory=list)
-    pinned: list[Slot] = field(default_factory=list)
-
-
-class PageMover:
+class PagePusher:
     """Copies pages to other nodes. Slots are pinned and bytes read only once there is a stream to send them on."""
 
     def __init__(
         self,
-        ledger: PageTable,
-        space: ArenaSpace,
-        sealing: Sealing,
-        disk: DiskTier | None,
+        local: LocalPages,
         peers: PeerPages,
-        pushers: Workers,
-        tasks: EngineTasks,
-        metrics: PageStoreMetrics,
+        workers: Workers,
+        context: EngineContext,
         timeout_s: float,
     ) -> None:
-        self._ledger = ledger
-        self._space = space
-        self._sealing = sealing
-        self._disk = disk
+        self._local = local
         self._peers = peers
-        self._pushers = pushers
-        self._tasks = tasks
-        self._metrics = metrics
-        self._timeout_s = timeout_s
-        self._streams = asyncio.Semaphore(pushers.threads)
+        self._workers = workers
+        self._tasks, self._metrics = context.tasks, context.metrics
+        self._timeout_s = timeout_s  # of one window
+        self._streams = asyncio.Semaphore(workers.threads)
 
     async def copy(
         self,
@@ -99,7 +78,7 @@ class PageMover:
         durable: bool,
         purpose: Purpose,
     ) -> CopyReport:
-        """Give pages to a node; ends early when one of its windows fails as a whole, its other pages unsent.
+        """Send pages to a node; end early when a window fails as a whole, and report the rest as failed.
 
         durable: a page counts as copied only once it is on the target's disk.
         """
@@ -123,12 +102,18 @@ class PageMover:
         self, target: NodeInfo, keyspace: Keyspace, keys: Sequence[PageKey], durable: bool, purpose: Purpose
     ) -> CopyReport:
         report = CopyReport()
+        held: list[HeldPage] = []
         async with self._streams:
-            window = _Window()
             try:
                 for key in keys:
-                    await self._hold(window, keyspace, key, report)
-                items = window.items if purpose in _MOVES else [_unpinned(item) for item in window.items]
+                    page = await self._local.hold(keyspace, key)
+                    if page is None:
+                        report.gone.append(key)
+                    elif isinstance(page, KvPoolError):
+                        report.failed[key] = page
+                    else:
+                        held.append(page)
+                items = [page.item if purpose in _MOVES else _unpinned(page.item) for page in held]
                 if items:
                     await self._push(target, keyspace, items, durable, report)
                 # A target that may pin no more still takes the page: moved without its pin is better than lost.
@@ -139,34 +124,9 @@ class PageMover:
                 if again:
                     await self._push(target, keyspace, again, durable, report)
             finally:
-                for slot in window.pinned:
-                    self._ledger.unpin(slot)
+                for page in held:
+                    self._local.release(page)
         return report
-
-    async def _hold(self, window: _Window, keyspace: Keyspace, key: PageKey, report: CopyReport) -> None:
-        slot = self._ledger.find(key)
-        if slot is not None:
-            self._ledger.pin(slot)
-            window.pinned.append(slot)
-            (error,) = await self._sealing.seal([slot])
-            if error is not None:
-                report.failed[key] = error
-                return
-            window.items.append(PushItem(key=key, page=self._space.view(slot), metadata=slot.page.metadata))
-            return
-        metadata = self._disk.map.metadata(key) if self._disk is not None and key in self._disk else None
-        if self._disk is None or metadata is None:
-            report.gone.append(key)
-            return
-        # Beside the arena: what moves away must not push out what readers want.
-        buffer = memoryview(bytearray(keyspace.page_bytes(key.shard)))
-        error = await self._disk.read(key, keyspace, buffer)
-        if error is None:
-            window.items.append(PushItem(key=key, page=buffer, metadata=metadata))
-        elif key in self._disk:
-            report.failed[key] = error
-        else:
-            report.gone.append(key)
 
     async def _push(
         self, target: NodeInfo, keyspace: Keyspace, items: Sequence[PushItem], durable: bool, report: CopyReport
@@ -189,7 +149,7 @@ class PageMover:
             reach("pagestore.push.end")
 
         try:
-            await self._pushers.run(push)
+            await self._workers.run(push)
         except KvPoolError as refused:  # no room in the queue, or closing
             errors = [refused] * len(items)
         for item, error in zip(items, errors, strict=True):
@@ -199,14 +159,8 @@ class PageMover:
             else:
                 report.failed[item.key] = error
                 if isinstance(error, PageCorrupt):
-                    self._suspect(keyspace, item.key)
-
-    def _suspect(self, keyspace: Keyspace, key: PageKey) -> None:
-        """The receiver says that the bytes are damaged: ours may be."""
-        _log.error("page %s fails verification at the node it was copied to, and is looked at again here", key)
-        self._ledger.drop(key)
-        if self._disk is not None and key in self._disk:
-            self._tasks.start(self._disk.recheck(key, keyspace), "recheck-disk")
+                    _log.error("page %s fails verification at the node it was copied to: verified again here", item.key)
+                    self._local.recheck(keyspace, item.key)
 
     def _count(self, sent: CopyReport, purpose: Purpose) -> None:
         self._metrics.moved_pages.labels(purpose.value).inc(len(sent.copied))
