@@ -96,7 +96,7 @@ class EngineBulkSession:
     def put(self, key: PageKey, page: memoryview, metadata: PageMetadata) -> Future[int | KvPoolError]:
         put = _Put(ReserveItem(key=key, page_bytes=len(page), metadata=metadata), page)
         self._put.append(put)
-        if not self._puts_awaited:  # else whoever set it takes this one too: it clears it before it looks
+        if not self._puts_awaited:  # else the task takes this one too: it clears the flag before it looks
             self._puts_awaited = True
             asyncio.run_coroutine_threadsafe(self._put_all(), self._loop)
         return put.done

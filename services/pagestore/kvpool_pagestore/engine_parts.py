@@ -19,7 +19,7 @@ from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_pull_values import PullLimits
 from kvpool_pagestore.engine_pulls import Pulls
-from kvpool_pagestore.engine_retention import Retained
+from kvpool_pagestore.engine_retention import RetentionManager
 from kvpool_pagestore.engine_sessions import SessionTimes
 from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
 from kvpool_pagestore.ports_movement import NO_PLACEMENT, Placement
@@ -86,18 +86,18 @@ def node_policy(config: PageStoreConfig, *, has_disk: bool) -> NodePolicy:
     )
 
 
-def make_retained(
+def make_retention(
     config: PageStoreConfig,
     parts: EngineParts,
     policies: PolicyBook,
     keyspaces: KeyspaceBook,
     tiers: Tiers,
     context: EngineContext,
-) -> Retained:
+) -> RetentionManager:
     tier_bytes = parts.disk_live_bytes if tiers.disk is not None else config.arena_bytes
     pinned_bytes = int(config.max_pinned_share * tier_bytes)
     table = tiers.staging.table
-    return Retained(policies, keyspaces, table, tiers.disk, context.metrics, context.clock, pinned_bytes)
+    return RetentionManager(policies, keyspaces, table, tiers.disk, context.metrics, context.clock, pinned_bytes)
 
 
 def session_times(config: PageStoreConfig) -> SessionTimes:
