@@ -17,7 +17,7 @@ from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, NotServed, Overloaded
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_evict import WantedGone
+from kvpool_pagestore.engine_evict import EvictTarget
 from tests.fixtures.agent import CLIENT, Agent, EngineProcess, World, prompt, run_load, run_store, running_agent
 from tests.fixtures.pagestore import TENANT, new_world
 from tests.fixtures.pagestore_server import Served, served
@@ -102,7 +102,7 @@ async def test_leased_pages_are_still_there_when_the_arena_was_needed_by_others(
 async def test_pages_that_are_only_on_disk_are_staged_before_the_load_begins(leases: bool) -> None:
     async with host() as one:
         chain = await one.stored()
-        wanted = WantedGone(keyspace=KEYSPACE, whole_keyspace=True, staging_only=True)
+        wanted = EvictTarget(keyspace=KEYSPACE, whole_keyspace=True, staging_only=True)
         await one.store.running.engine.evicting.evict(TENANT, wanted)
         if leases:
             assert await one.lease(chain) == EngineLease(CHUNKS, CHUNKS)

@@ -122,8 +122,8 @@ def _forget_dirty() -> AbstractContextManager[object]:
     """A committed page may be evicted before it is on disk."""
     true_finish = PageTable.finish_commit
 
-    def finish_commit(self: PageTable, slot: Slot, *, verified: bool, dirty: bool) -> bool:
-        return true_finish(self, slot, verified=verified, dirty=False)
+    def finish_commit(self: PageTable, slot: Slot, *, verified: bool, dirty: bool, sealed: bool) -> bool:
+        return true_finish(self, slot, verified=verified, dirty=False, sealed=sealed)
 
     return mock.patch.object(PageTable, "finish_commit", finish_commit)
 

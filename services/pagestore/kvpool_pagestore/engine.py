@@ -47,7 +47,7 @@ from kvpool_pagestore.engine_parts import (
     make_copy_planner,
     make_disk_map,
     make_flights,
-    make_retained,
+    make_retention,
     node_policy,
     replication_limits,
     session_times,
@@ -101,7 +101,7 @@ class PageStoreEngine:
         self._make_peers(parts, metrics)
         quotas = TenantQuotas.parse(config.tenant_quotas)
         self.quotas = Quotas(quotas, self._keyspaces, self._table, self._disk, context)
-        self.retained = make_retained(config, parts, policies, self._keyspaces, tiers, context)
+        self.retained = make_retention(config, parts, policies, self._keyspaces, tiers, context)
         self._make_calls(parts, policies, tiers, context)
         self._connect(metrics)
 
@@ -215,7 +215,7 @@ class PageStoreEngine:
         return int.from_bytes(value, "little") if value is not None else 0
 
     async def adopt_incarnation(self, incarnation: int) -> None:
-        """Serve under an incarnation from now on; it is durable before anybody is told. Raises StoreFault."""
+        """Serve under an incarnation from now on; it is durable before it is published. Raises StoreFault."""
         async with self._adopting:  # one after the other: what was adopted last is served, and on disk
             if self._disk is not None:
                 reach("pagestore.register.granted")

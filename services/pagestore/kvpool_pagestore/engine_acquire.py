@@ -51,7 +51,7 @@ class _Item:
     disk_tried: bool = False
     tried: set[RemoteSource] = field(default_factory=set)
     joins: int = 0
-    settled: bool = False
+    finished: bool = False
     waiting: bool = False  # counts in the session's window
     error: KvPoolError | None = None
 
@@ -109,7 +109,7 @@ class Acquisition:
         for item in self._items:
             if item.wanted.keyspace is None:  # never looked for: it may be another tenant's
                 item.error = KeyspaceUnknown(f"the session has not named keyspace {item.wanted.key.keyspace.hex()}")
-                self._settle(item, None, Source.STAGING)
+                self._finish(item, None, Source.STAGING)
             else:
                 self._advance(item, Source.STAGING)
         if self._open_count:
@@ -127,15 +127,15 @@ class Acquisition:
         key = item.wanted.key
         answer = self._table.acquire(self._session, key)
         if isinstance(answer, Grant):
-            self._settle(item, answer, found_at)
+            self._finish(item, answer, found_at)
         elif answer is not None:
             item.error = answer
-            self._settle(item, None, found_at)
+            self._finish(item, None, found_at)
         elif not self._may_come(item):
-            self._settle(item, None, found_at)
+            self._finish(item, None, found_at)
         elif (busy := self._table.read_window(self._session)) is not None:
             item.error = busy
-            self._settle(item, None, found_at)
+            self._finish(item, None, found_at)
         else:
             item.waiting = True
             self._session.waiting += 1
@@ -170,7 +170,7 @@ class Acquisition:
             item.disk_tried = True
             return self._flights.promote(PageRecord(wanted.key, size_bytes, on_disk), wanted.keyspace, self._cause)
         sources = [source for source in wanted.sources if source not in item.tried]
-        assert wanted.metadata is not None  # whoever names sources sends it
+        assert wanted.metadata is not None  # sent with the sources
         record = PageRecord(wanted.key, size_bytes, wanted.metadata)
         flight = self._flights.pull(record, wanted.keyspace, sources, self._cause)
         item.tried.add(sources[0])
@@ -178,15 +178,15 @@ class Acquisition:
         return flight
 
     def _landed(self, item: _Item, flight: Flight) -> None:
-        if item.settled:
+        if item.finished:
             return
         self._stop_waiting(item)
         if flight.error is not None:
             item.error = flight.error
         self._advance(item, flight.source)
 
-    def _settle(self, item: _Item, grant: Grant | None, source: Source) -> None:
-        item.settled = True
+    def _finish(self, item: _Item, grant: Grant | None, source: Source) -> None:
+        item.finished = True
         self._stop_waiting(item)
         self._open_count -= 1
         if grant is not None:
@@ -207,9 +207,9 @@ class Acquisition:
 
     def _give_up(self, error: KvPoolError) -> None:
         for item in self._items:
-            if not item.settled:
+            if not item.finished:
                 item.error = error
-                self._settle(item, None, Source.STAGING)
+                self._finish(item, None, Source.STAGING)
         self._flush()
 
     def _flush(self) -> None:

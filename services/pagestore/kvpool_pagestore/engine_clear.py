@@ -13,7 +13,7 @@ _PAGES_A_TURN = 512  # dropped between two turns of the event loop: each takes s
 
 
 class Clearing:
-    """One clear at a time. one_at_a_time: held by whoever holds back the writes of a keyspace."""
+    """One clear at a time. one_at_a_time: held while the writes of a keyspace are held back."""
 
     def __init__(self, tiers: Tiers, announcer: Announcer, truth: NodeTruth) -> None:
         self._table = tiers.staging.table
@@ -51,6 +51,6 @@ class Clearing:
                 await disk.delete_keyspace(keyspace, gone)
             finally:
                 write_back.unhold(keyspace)
-        # What was stored while this ran is told again.
+        # What was stored while this ran is announced again.
         await self._announcer.drop_keyspace(keyspace, lambda: self._truth.of_keyspace(keyspace))
         return count

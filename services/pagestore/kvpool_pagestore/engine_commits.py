@@ -67,7 +67,9 @@ class Commits:
     async def durable(self, committed: Sequence[Committed]) -> list[KvPoolError | None]:
         """The answers of a commit, once the pages among them are durable or could not be made so."""
         waiting = [one for one in committed if isinstance(one, DirtyPage)]
-        verdicts = iter(await self._write_back.settled(waiting) if self._write_back is not None and waiting else ())
+        verdicts = iter(
+            await self._write_back.wait_durable(waiting) if self._write_back is not None and waiting else ()
+        )
         return [next(verdicts) if isinstance(one, DirtyPage) else one for one in committed]
 
     # Inside

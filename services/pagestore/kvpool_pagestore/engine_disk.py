@@ -132,7 +132,7 @@ class DiskTier:
 
     async def deleted(self) -> None:
         """Return when what was discarded by now is gone from the disk, or has failed to go."""
-        await self._deletions.settled()
+        await self._deletions.wait_ended()
 
     async def delete(self, keys: Sequence[PageKey]) -> None:
         """Forget pages at once; they are gone from the disk when this returns. Raises StoreFault: they go later."""
@@ -143,7 +143,7 @@ class DiskTier:
     async def delete_keyspace(self, keyspace: bytes, on_gone: Callable[[PageKey], None]) -> None:
         """Forget a keyspace, durably. Raises StoreFault; some of it may be left. Writes of it must be held back.
 
-        on_gone: told of each page once it cannot be promoted any more; what was promoted meanwhile is to be dropped.
+        on_gone: called with each page once it cannot be promoted any more; drop what was promoted meanwhile.
         """
         await self._writers.run(self._store.delete_keyspace, keyspace)
         await self._measure()
@@ -162,7 +162,7 @@ class DiskTier:
         results: dict[PageKey, KvPoolError | None]
         try:
             # A deletion that was asked for earlier must not hit the new copy, and gives room.
-            await self._deletions.settled()
+            await self._deletions.wait_ended()
             self._deletions.replaced(page.key for page in pages)
             await self._make_room()
             reach("pagestore.write.begin")
@@ -220,7 +220,7 @@ class DiskTier:
         try:
             self.used_bytes = await self._readers.run(self._store.used_bytes)
         except KvPoolError as error:  # only a figure: what went before has still succeeded
-            _log.warning("the use of the disk cannot be told: %s", error)
+            _log.warning("the use of the disk cannot be read: %s", error)
 
     def _write_blocking(self, pages: Sequence[PageWrite]) -> dict[PageKey, KvPoolError | None]:
         for keyspace in {page.key.keyspace for page in pages} - self._remembered:

@@ -16,7 +16,7 @@ _AGAIN_LAST_S = 5.0
 class Deletions:
     """Of pages that the map has forgotten. Use on one event loop.
 
-    again: deletes pages anew that were refused because too much was waiting; the disk is well, so that no change of its
+    again: deletes pages that were refused because too much was waiting; the disk is well, so that no change of its
     health would bring them up.
     """
 
@@ -49,13 +49,13 @@ class Deletions:
             self._under_way.discard(ended)
             ended.set_result(None)
 
-    async def settled(self) -> None:
+    async def wait_ended(self) -> None:
         """Return when everything that was begun by now has ended, well or not."""
         if self._under_way:
             await asyncio.wait(set(self._under_way))
 
     def replaced(self, keys: Iterable[PageKey]) -> None:
-        """They are written anew: their old copies need no deletion any more."""
+        """They are written again: their old copies need no deletion any more."""
         self._failed.difference_update(keys)
 
     def take_failed(self) -> list[PageKey]:

@@ -23,7 +23,7 @@ _DELETED_AT_ONCE = 4096  # pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WantedGone:
+class EvictTarget:
     """What is to be evicted; see the proto message EvictRequest."""
 
     keyspace: bytes
@@ -89,63 +89,63 @@ class Evicting:
         self._one_at_a_time = one_at_a_time
         self._clock = context.clock
 
-    async def evict(self, tenant: str, wanted: WantedGone) -> Evicted:
+    async def evict(self, tenant: str, target: EvictTarget) -> Evicted:
         """What became of it; the index knows, if it can be reached. It goes on when the caller leaves.
 
         Raises StoreFault: what was named is not served any more, but may still be on disk.
         """
-        known = self._keyspaces.find(wanted.keyspace)
+        known = self._keyspaces.find(target.keyspace)
         if known is None or known.tenant != tenant:
             return Evicted()  # as if it did not exist
-        evicted = await self._tasks.finish(self._alone(known, wanted), "evict")
+        evicted = await self._tasks.finish(self._evict_exclusive(known, target), "evict")
         try:
             await self._announcer.wait_announced()
         except StoreUnavailable as error:
             _log.warning("evicted, but the index does not know yet: %s", error)
         return evicted
 
-    async def preview(self, tenant: str, wanted: WantedGone) -> EvictPreview:
+    async def preview(self, tenant: str, target: EvictTarget) -> EvictPreview:
         """What `evict` would do with the pages that are here now; nothing is changed."""
         preview = EvictPreview(evicted=Evicted())
-        known = self._keyspaces.find(wanted.keyspace)
+        known = self._keyspaces.find(target.keyspace)
         if known is None or known.tenant != tenant:
             return preview
         now_us = self._clock.wall_us()
-        for part in self._parts(known, wanted):
+        for part in self._parts(known, target):
             await asyncio.sleep(0)
             for chunk_hash in part:
                 page_count = preview.evicted.page_count
                 for key in self._table.keys(known.keyspace, chunk_hash):
-                    if self._judge(key, wanted, now_us, preview.evicted):
+                    if self._judge(key, target, now_us, preview.evicted):
                         size_bytes = known.page_bytes(key.shard)
                         preview.staging_bytes += size_bytes * (self._table.find(key) is not None)
-                        preview.disk_bytes += size_bytes * (not wanted.staging_only and self._is_on_disk(key))
+                        preview.disk_bytes += size_bytes * (not target.staging_only and self._is_on_disk(key))
                 preview.chunk_count += preview.evicted.page_count > page_count
         return preview
 
-    async def _alone(self, keyspace: Keyspace, wanted: WantedGone) -> Evicted:
+    async def _evict_exclusive(self, keyspace: Keyspace, target: EvictTarget) -> Evicted:
         async with self._one_at_a_time:
-            if wanted.staging_only or self._disk is None or self._write_back is None:
-                return await self._evict(keyspace, wanted)
+            if target.staging_only or self._disk is None or self._write_back is None:
+                return await self._evict(keyspace, target)
             # What is being written must be on disk before it is deleted there.
             await self._write_back.hold(keyspace.keyspace)
             try:
-                return await self._evict(keyspace, wanted)
+                return await self._evict(keyspace, target)
             finally:
                 self._write_back.unhold(keyspace.keyspace)
 
-    async def _evict(self, keyspace: Keyspace, wanted: WantedGone) -> Evicted:
+    async def _evict(self, keyspace: Keyspace, target: EvictTarget) -> Evicted:
         evicted = Evicted()
         on_disk: list[PageKey] = []
         now_us = self._clock.wall_us()
-        for part in self._parts(keyspace, wanted):
+        for part in self._parts(keyspace, target):
             await asyncio.sleep(0)
             for key in chain.from_iterable(self._table.keys(keyspace.keyspace, chunk_hash) for chunk_hash in part):
-                if not self._judge(key, wanted, now_us, evicted):
+                if not self._judge(key, target, now_us, evicted):
                     continue
                 self._table.drop(key)
                 # In the same turn, or a reader would bring the page back from the disk before it is deleted there.
-                if not wanted.staging_only and self._disk is not None and key in self._disk.map:
+                if not target.staging_only and self._disk is not None and key in self._disk.map:
                     self._disk.forget((key,))
                     on_disk.append(key)
         if on_disk:
@@ -159,21 +159,21 @@ class Evicting:
         )
         return evicted
 
-    def _parts(self, keyspace: Keyspace, wanted: WantedGone) -> Iterator[Sequence[bytes]]:
+    def _parts(self, keyspace: Keyspace, target: EvictTarget) -> Iterator[Sequence[bytes]]:
         """Hashes of the chunks that are meant and were here when the first part was asked for, each once.
 
         A part is what one turn of the event loop can take: a disk may have a million chunks.
         """
         chunks_a_turn = max(1, _PAGES_A_TURN // keyspace.grid.shard_count)
-        named = dict.fromkeys(wanted.chunk_hashes)
-        if wanted.whole_keyspace:
-            named = dict.fromkeys(key.chunk_hash for key in self._table.keys_of(wanted.keyspace))
+        named = dict.fromkeys(target.chunk_hashes)
+        if target.whole_keyspace:
+            named = dict.fromkeys(key.chunk_hash for key in self._table.keys_of(target.keyspace))
         chosen = list(named)
         for start in range(0, len(chosen), chunks_a_turn):
             yield chosen[start : start + chunks_a_turn]
-        on_disk = self._disk.map.name_parts(chunks_a_turn) if wanted.whole_keyspace and self._disk is not None else ()
+        on_disk = self._disk.map.name_parts(chunks_a_turn) if target.whole_keyspace and self._disk is not None else ()
         for names in on_disk:
-            yield [name[16:] for name in names if name.startswith(wanted.keyspace) and name[16:] not in named]
+            yield [name[16:] for name in names if name.startswith(target.keyspace) and name[16:] not in named]
 
     def _is_on_disk(self, key: PageKey) -> bool:
         return self._disk is not None and key in self._disk.map
@@ -182,18 +182,18 @@ class Evicting:
         kept = self._table.metadata(key)
         return kept.pinned_until_us if kept is not None else 0
 
-    def _judge(self, key: PageKey, wanted: WantedGone, now_us: int, counted: Evicted) -> bool:
+    def _judge(self, key: PageKey, target: EvictTarget, now_us: int, counted: Evicted) -> bool:
         """Whether a page goes; `counted` then counts it, or as one that stays."""
-        verdict = self._verdict(key, wanted, now_us)
+        verdict = self._verdict(key, target, now_us)
         counted.page_count += verdict is _Verdict.GOES
         counted.pinned_count += verdict is _Verdict.PINNED
         counted.undurable_count += verdict is _Verdict.UNDURABLE
         return verdict is _Verdict.GOES
 
-    def _verdict(self, key: PageKey, wanted: WantedGone, now_us: int) -> _Verdict:
-        if not wanted.with_pinned and self._pinned_until_us(key) > now_us:
+    def _verdict(self, key: PageKey, target: EvictTarget, now_us: int) -> _Verdict:
+        if not target.with_pinned and self._pinned_until_us(key) > now_us:
             return _Verdict.PINNED
-        if not wanted.staging_only:
+        if not target.staging_only:
             return _Verdict.GOES
         slot = self._table.find(key)
         if slot is None:

@@ -22,7 +22,7 @@ from kvpool_pagestore.engine_acquire import Acquired, AcquireItem, Acquisition, 
 from kvpool_pagestore.engine_commits import Commits
 from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_flights import Flights
-from kvpool_pagestore.engine_retention import Retained
+from kvpool_pagestore.engine_retention import RetentionManager
 from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.ports import RemoteSource, Workers
 
@@ -65,7 +65,7 @@ class PageCalls:
         tiers: Tiers,
         flights: Flights,
         policies: PolicyBook,
-        retained: Retained,
+        retained: RetentionManager,
         keyspaces: KeyspaceBook,
         verifiers: Workers,
         context: EngineContext,
@@ -95,7 +95,7 @@ class PageCalls:
             page = self._write_back.take(slot)
             if page is None:
                 return StoreFault(f"page {key} could not be made durable: too much waits for the disk already")
-            (error,) = await self._write_back.settled([page], failures_before=page.failures)
+            (error,) = await self._write_back.wait_durable([page], failures_before=page.failures)
             return error
         finally:
             self._table.unpin(slot)

@@ -22,7 +22,7 @@ from kvpool_pagestore.engine_local_pages import LocalPages
 from kvpool_pagestore.engine_pulls import PullCaller, PullLimits, Pulls
 from kvpool_pagestore.engine_push import PagePusher
 from kvpool_pagestore.engine_replication import ReplicationLimits
-from kvpool_pagestore.engine_retention import Retained
+from kvpool_pagestore.engine_retention import RetentionManager
 from kvpool_pagestore.engine_sessions import SessionTimes
 from kvpool_pagestore.ports import NO_PLACEMENT, Arena, IndexLink, PageStore, PeerPages, Placement, Workers
 
@@ -88,18 +88,18 @@ def node_policy(config: PageStoreConfig, *, has_disk: bool) -> NodePolicy:
     )
 
 
-def make_retained(
+def make_retention(
     config: PageStoreConfig,
     parts: EngineParts,
     policies: PolicyBook,
     keyspaces: KeyspaceBook,
     tiers: Tiers,
     context: EngineContext,
-) -> Retained:
+) -> RetentionManager:
     tier_bytes = parts.disk_live_bytes if tiers.disk is not None else config.arena_bytes
     pinned_bytes = int(config.max_pinned_share * tier_bytes)
     table = tiers.staging.table
-    return Retained(policies, keyspaces, table, tiers.disk, context.metrics, context.clock, pinned_bytes)
+    return RetentionManager(policies, keyspaces, table, tiers.disk, context.metrics, context.clock, pinned_bytes)
 
 
 def session_times(config: PageStoreConfig) -> SessionTimes:

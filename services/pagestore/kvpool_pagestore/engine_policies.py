@@ -54,16 +54,16 @@ class Policies:
         """What was learnt before the last restart. Raises StoreFault."""
         kept = await self._disk.load_value(_NAME) if self._disk is not None else None
         try:
-            for told in _unpacked(kept or b""):
-                self._book.tell(told)
-                self._events.publish(PolicyChanged(told.keyspace, told.policy))
-        except (InvalidRequest, struct.error) as error:  # the index tells again
+            for learned in _unpacked(kept or b""):
+                self._book.take(learned)
+                self._events.publish(PolicyChanged(learned.keyspace, learned.policy))
+        except (InvalidRequest, struct.error) as error:  # the index sends them again
             _log.error("the policies that were kept cannot be read, and are asked for again: %s", error)
 
     def repeat(self) -> None:
         """Publish every policy that is known once more."""
-        for told in self._book.known():
-            self._events.publish(PolicyChanged(told.keyspace, told.policy))
+        for learned in self._book.known():
+            self._events.publish(PolicyChanged(learned.keyspace, learned.policy))
 
     async def learn(self, keyspaces: Iterable[bytes]) -> None:
         """Ask the index for the policies of keyspaces that it was never asked of; nothing if it cannot say now."""
@@ -123,7 +123,7 @@ class Policies:
         try:
             for start in range(0, len(keyspaces), _FETCHED_AT_ONCE):
                 part = keyspaces[start : start + _FETCHED_AT_ONCE]
-                known = [told for one in part if (told := self._book.told(one)) is not None]
+                known = [learned for one in part if (learned := self._book.versioned(one)) is not None]
                 fetched = await self._index.fetch_policies(part, known)
                 self._asked.update(part)
                 for one in fetched:
@@ -132,14 +132,16 @@ class Policies:
             if is_any_new:
                 await self._save()
 
-    async def _apply(self, told: VersionedPolicy) -> bool:
-        before = self._book.plan(told.keyspace)
-        if not self._book.tell(told):
+    async def _apply(self, learned: VersionedPolicy) -> bool:
+        before = self._book.plan(learned.keyspace)
+        if not self._book.take(learned):
             return False
-        _log.info("keyspace %s has policy %s of version %d now", told.keyspace.hex(), told.policy, told.version)
-        self._events.publish(PolicyChanged(told.keyspace, told.policy))
-        if self._book.plan(told.keyspace) != before:
-            await self._apply_plan(told.keyspace)
+        _log.info(
+            "keyspace %s has policy %s of version %d now", learned.keyspace.hex(), learned.policy, learned.version
+        )
+        self._events.publish(PolicyChanged(learned.keyspace, learned.policy))
+        if self._book.plan(learned.keyspace) != before:
+            await self._apply_plan(learned.keyspace)
         return True
 
     async def _apply_plan(self, keyspace: bytes) -> None:

@@ -14,7 +14,7 @@ from kvpool_pagestore.metrics import PageStoreMetrics
 
 
 class Prefetch:
-    """Starts promotions for nobody; those under way take at most the share of the arena kept for promotion."""
+    """Starts promotions ahead of any reader; those under way take at most the share of the arena kept for promotion."""
 
     def __init__(
         self, table: PageTable, flights: Flights, keyspaces: KeyspaceBook, metrics: PageStoreMetrics, arena_bytes: int

@@ -1,6 +1,6 @@
-"""Retention of pages: told at their store, extended by later ones, changed by pins, ended by a sweep.
+"""Retention of pages: given with their store, extended by later ones, changed by pins, ended by a sweep.
 
-The owner's disk is the truth: a change is synced before whoever asked for it is answered. A page that is not durable
+The owner's disk is the truth: a change is synced before its request is answered. A page that is not durable
 yet takes what was changed along when it is written.
 """
 
@@ -33,7 +33,7 @@ _CHANGED_CHUNKS = 16  # the same for pins
 _SWEEP_PAUSE_S = 60.0  # the wall clock may jump: look at it now and then
 
 
-class Retained:
+class RetentionManager:
     """Knows what expires and what is pinned. Runs only while something will expire."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Retained:
                 self._pins.unpin([key])
 
     def drop_expired(self, key: PageKey) -> None:
-        """Forget a page that is past its time, wherever it is: whoever asks for it now must not get it."""
+        """Forget a page that is past its time, wherever it is: a request for it must not get it."""
         if not self._expiry:
             return
         now_us = self._clock.wall_us()
@@ -191,7 +191,7 @@ class Retained:
                 if kept is not None and is_expired(kept, now_us):
                     expired.append(key)
                 elif kept is not None:
-                    self._expiry.add(name, kept.expires_us)  # whoever sweeps sets the timer
+                    self._expiry.add(name, kept.expires_us)  # the caller sets the timer
             for key in expired:
                 self._table.drop(key)
             on_disk = [key for key in expired if self._disk is not None and key in self._disk.map]

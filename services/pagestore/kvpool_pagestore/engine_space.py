@@ -133,7 +133,7 @@ class ArenaSpace:
         else:
             self._table.space.segment_made(segment)
         finally:
-            # Here, not in a callback: whoever needs a segment before that has run would wait for this one.
+            # Here, not in a callback: a request that needs a segment before that has run would wait for this one.
             self._growing.pop(at, None)
 
     async def _reap(self) -> None:

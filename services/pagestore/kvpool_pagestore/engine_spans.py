@@ -21,7 +21,7 @@ from kvpool_pagestore.engine_acquire import Acquired, AcquireItem
 from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import PageCalls
-from kvpool_pagestore.engine_retention import Retained
+from kvpool_pagestore.engine_retention import RetentionManager
 from kvpool_pagestore.engine_sessions import PeerSession
 
 OnAnswer = Callable[[SpanAnswer, bool], None]
@@ -70,7 +70,7 @@ class SpanCalls:
     def __init__(
         self,
         tiers: Tiers,
-        retained: Retained,
+        retained: RetentionManager,
         pages: PageCalls,
         context: EngineContext,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Work that the engine has started and that outlives whoever asked for it."""
+"""Work that the engine has started and that outlives the request for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineTasks:
         self._context = copy_context()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run `work`, for which nobody waits: its failure is logged.
+        """Run `work`, which is not waited for: its failure is logged.
 
         It does not run in the caller's context but in the engine's: it may serve several requests, and its logs and
         spans are no part of the one that happened to come first.

@@ -21,7 +21,7 @@ from kvpool_pagestore.ports import PageWrite
 
 _log = logging.getLogger(__name__)
 
-_FAILURES_TOLD_EVERY_S = 10.0  # a full disk fails at every page that is stored: the log must not fill it too
+_FAILURES_LOGGED_EVERY_S = 10.0  # a full disk fails at every page that is stored: the log must not fill it too
 
 
 class WriteBack:
@@ -50,8 +50,8 @@ class WriteBack:
         self._clock = context.clock
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
-        self._untold_failures = 0
-        self._tell_failures_at_s = float("-inf")
+        self._unlogged_failures = 0
+        self._log_failures_at_s = float("-inf")
         self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
 
     @property
@@ -92,7 +92,7 @@ class WriteBack:
         self.start_due()
         return page
 
-    async def settled(self, pages: Sequence[DirtyPage], *, failures_before: int = 0) -> list[KvPoolError | None]:
+    async def wait_durable(self, pages: Sequence[DirtyPage], *, failures_before: int = 0) -> list[KvPoolError | None]:
         """Wait until each page is durable (None) or could not be made so at one more try than these, without lingering.
 
         A page that failed stays visible in staging and is tried again as long as it is not evicted.
@@ -150,7 +150,7 @@ class WriteBack:
         self._wake()
 
     def start_due(self) -> None:
-        """Start what is due now, and come back when the next page is. Wakes nobody: a page that is added settles no
+        """Start what is due now, and come back when the next page is. Wakes no waiter: a page that is added settles no
         other one, and waking all who wait for each page costs more than the page."""
         if self._timer is not None:
             self._timer.cancel()
@@ -192,7 +192,7 @@ class WriteBack:
                     span.fail(error)
         finally:  # whatever went wrong, slots come back and waiters go on
             for page in batch:
-                self._settle(page, results.get(page.record.key, _unforeseen()))
+                self._end_write(page, results.get(page.record.key, _unforeseen()))
             self._queue.batch_ended()
             self._pump()
 
@@ -231,7 +231,7 @@ class WriteBack:
         except KvPoolError as error:
             results |= dict.fromkeys(changed, error)
 
-    def _settle(self, page: DirtyPage, error: KvPoolError | None) -> None:
+    def _end_write(self, page: DirtyPage, error: KvPoolError | None) -> None:
         now_s, key = self._clock.monotonic_s(), page.record.key
         dropped = page.slot.deleted
         # Also a page that could not be written may be evicted: the cache can be lost, serving must go on.
@@ -241,7 +241,7 @@ class WriteBack:
         self._table.unpin(page.slot)
         self._metrics.written_pages.labels("written" if error is None else "failed").inc()
         if error is not None:
-            self._tell_failure(key, error, now_s)
+            self._log_failure(key, error, now_s)
             self._queue.failed(page, error, now_s, is_disk_out=bool(self._disk.fault))
             return
         self._queue.written(page)
@@ -249,11 +249,11 @@ class WriteBack:
         if dropped:  # cleared or found corrupt while it was written
             self._disk.discard([key])
 
-    def _tell_failure(self, key: PageKey, error: KvPoolError, now_s: float) -> None:
-        self._untold_failures += 1
-        if now_s >= self._tell_failures_at_s:
-            _log.warning("%d writes failed, pages are not durable yet: %s: %s", self._untold_failures, key, error)
-            self._untold_failures, self._tell_failures_at_s = 0, now_s + _FAILURES_TOLD_EVERY_S
+    def _log_failure(self, key: PageKey, error: KvPoolError, now_s: float) -> None:
+        self._unlogged_failures += 1
+        if now_s >= self._log_failures_at_s:
+            _log.warning("%d writes failed, pages are not durable yet: %s: %s", self._unlogged_failures, key, error)
+            self._unlogged_failures, self._log_failures_at_s = 0, now_s + _FAILURES_LOGGED_EVERY_S
 
     async def _next_progress(self) -> None:
         if self._progress is None:

@@ -16,7 +16,7 @@ from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool_pagestore.core.disk_map import DiskMap
-from kvpool_pagestore.engine_evict import Evicted, EvictPreview, WantedGone
+from kvpool_pagestore.engine_evict import Evicted, EvictPreview, EvictTarget
 from kvpool_pagestore.engine_listing import ListedChunk
 from tests.fixtures.pagestore import (
     KEYSPACE,
@@ -38,8 +38,8 @@ def hashes(numbers: Sequence[int]) -> list[bytes]:
     return [page_key(number).chunk_hash for number in numbers]
 
 
-def gone(numbers: Sequence[int], *, staging_only: bool = False, with_pinned: bool = False) -> WantedGone:
-    return WantedGone(
+def gone(numbers: Sequence[int], *, staging_only: bool = False, with_pinned: bool = False) -> EvictTarget:
+    return EvictTarget(
         keyspace=KEYSPACE, chunk_hashes=hashes(numbers), staging_only=staging_only, with_pinned=with_pinned
     )
 
@@ -182,14 +182,14 @@ async def test_a_preview_says_what_evicting_then_does_and_changes_nothing(
 
 
 async def test_a_whole_keyspace_and_the_keyspace_of_another() -> None:
-    everything = WantedGone(keyspace=KEYSPACE, whole_keyspace=True)
+    everything = EvictTarget(keyspace=KEYSPACE, whole_keyspace=True)
     with new_world() as world:
         async with running_engine(world) as running:
             await store(running, await open_session(running), range(5))
             await running.engine.flush(TENANT, b"")
             assert await running.engine.evicting.evict("another", everything) == Evicted()
             assert (
-                await running.engine.evicting.evict(TENANT, WantedGone(keyspace=b"x" * 16, whole_keyspace=True))
+                await running.engine.evicting.evict(TENANT, EvictTarget(keyspace=b"x" * 16, whole_keyspace=True))
                 == Evicted()
             )
             assert await running.engine.evicting.evict(TENANT, everything) == Evicted(page_count=5)
@@ -216,7 +216,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         {"chunk_hashes": hashes(range(4097))},
     ):
         with pytest.raises(InvalidRequest):
-            WantedGone(keyspace=KEYSPACE, **wrong)
+            EvictTarget(keyspace=KEYSPACE, **wrong)
 
 
 async def test_a_listing_tells_tiers_and_metadata_of_the_tenants_own_chunks() -> None:
@@ -257,7 +257,7 @@ async def test_a_look_at_a_whole_keyspace_lets_others_have_their_turn(monkeypatc
 
             monkeypatch.setattr(evicting, "_judge", judged)
             background = asyncio.create_task(others())
-            preview = await evicting.preview(TENANT, WantedGone(keyspace=KEYSPACE, whole_keyspace=True))
+            preview = await evicting.preview(TENANT, EvictTarget(keyspace=KEYSPACE, whole_keyspace=True))
             background.cancel()
             assert preview.chunk_count == sum(turns.values()) == 12
             assert max(turns.values()) <= 2, "one page of each chunk was stored"

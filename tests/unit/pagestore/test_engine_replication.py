@@ -169,7 +169,7 @@ async def test_a_keyspace_has_a_factor_of_its_own() -> None:
     async with cluster_of(3) as cluster:
         for member in cluster.members:
             told = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(replication_factor=3), version=1)
-            member.run.engine.policies._book.tell(told)
+            member.run.engine.policies._book.take(told)
         await fill(cluster)
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1, 2] for number in PAGES))
 

@@ -21,7 +21,7 @@ from kvpool_pagestore import engine_writeback
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_evict import WantedGone
+from kvpool_pagestore.engine_evict import EvictTarget
 from kvpool_pagestore.engine_pages import WantedPage
 from kvpool_pagestore.engine_sessions import PeerSession
 from tests.fixtures.movement import cluster_of
@@ -318,7 +318,7 @@ async def test_a_flush_or_drain_loses_no_page_that_it_waits_for(
             assert await store(running, peer, [number]) == [None]
             await flush_all(engine)
         hashes = [page_key(number).chunk_hash for number in on_disk_alone]
-        await engine.evicting.evict(TENANT, WantedGone(keyspace=KEYSPACE, chunk_hashes=hashes, staging_only=True))
+        await engine.evicting.evict(TENANT, EvictTarget(keyspace=KEYSPACE, chunk_hashes=hashes, staging_only=True))
         world.memory.gate = gate = Gate()
         for number in unwritten:
             assert await store(running, peer, [number]) == [None]

@@ -84,10 +84,10 @@ def test_a_node_without_disk_says_so_to_who_wants_durability() -> None:
 def test_the_newest_word_counts_and_a_withdrawn_policy_is_the_nodes_again() -> None:
     book, keyspace = PolicyBook(NODE), b"k" * 16
     only = policy(WritePolicy.STAGING_ONLY)
-    assert book.tell(VersionedPolicy(keyspace=keyspace, policy=only, version=5))
-    assert not book.tell(VersionedPolicy(keyspace=keyspace, policy=policy(), version=5))
+    assert book.take(VersionedPolicy(keyspace=keyspace, policy=only, version=5))
+    assert not book.take(VersionedPolicy(keyspace=keyspace, policy=policy(), version=5))
     assert book.plan(keyspace).write_at_uses is None
     assert book.plan(b"o" * 16) == plan_of(NODE, policy())
     assert [one.policy for one in book.known()] == [only]
-    assert book.tell(VersionedPolicy(keyspace=keyspace, policy=policy(), version=6))
+    assert book.take(VersionedPolicy(keyspace=keyspace, policy=policy(), version=6))
     assert book.plan(keyspace) == plan_of(NODE, policy())

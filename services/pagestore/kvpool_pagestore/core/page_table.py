@@ -214,7 +214,7 @@ class PageTable:
         """The session has finished writing; the caller verifies the bytes, then calls `finish_commit`."""
         slot = session.writes.pop(lease_id, None)
         if slot is None:
-            return LeaseLost(f"lease {lease_id} is no write lease of this session")
+            return LeaseLost(f"lease {lease_id} is not a write lease of this session")
         slot.state = SlotState.COMMITTING
         return slot
 

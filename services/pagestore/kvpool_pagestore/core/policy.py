@@ -40,7 +40,7 @@ class PagePlan:
 
     commit_waits:     a commit answers only when its pages are durable, or with why they are not.
     staging_is_tier:  staged pages are announced to the index.
-    stays_in_staging: a page that nobody uses stays in its slot after its disk write, a disk read or a pull; else the
+    stays_in_staging: a page that is not in use stays in its slot after its disk write, a disk read or a pull; else the
                       slot is free as soon as the page is durable and its last lease has ended.
     write_at_uses:    uses from which a page goes to disk; 0: with its commit; None: never.
     write_at_tokens:  prompt tokens from which it goes to disk with its commit whatever its uses; None: no such length.
@@ -64,11 +64,11 @@ class PagePlan:
 
 
 class PolicyBook:
-    """The node's defaults and what it was told of keyspaces. Use from one thread only."""
+    """The node's defaults and what it learned of keyspaces. Use from one thread only."""
 
     def __init__(self, node: NodePolicy) -> None:
         self._node = node
-        self._told: dict[bytes, VersionedPolicy] = {}
+        self._policies: dict[bytes, VersionedPolicy] = {}
         self._plans: dict[bytes, PagePlan] = {}
         self._default = plan_of(node, KeyspacePolicy())
 
@@ -77,25 +77,25 @@ class PolicyBook:
         return self._plans.get(keyspace, self._default)
 
     def policy(self, keyspace: bytes) -> KeyspacePolicy:
-        """What was said of a keyspace; all defaults if nothing was."""
-        told = self._told.get(keyspace)
-        return told.policy if told is not None else KeyspacePolicy()
+        """Return the policy of a keyspace; all defaults if none is known."""
+        learned = self._policies.get(keyspace)
+        return learned.policy if learned is not None else KeyspacePolicy()
 
-    def told(self, keyspace: bytes) -> VersionedPolicy | None:
-        """What was said of a keyspace, with its version."""
-        return self._told.get(keyspace)
+    def versioned(self, keyspace: bytes) -> VersionedPolicy | None:
+        """Return the policy of a keyspace with its version; None if none is known."""
+        return self._policies.get(keyspace)
 
     def known(self) -> list[VersionedPolicy]:
-        """Everything the node was told, by keyspace."""
-        return [self._told[keyspace] for keyspace in sorted(self._told)]
+        """Return all policies that are known, by keyspace."""
+        return [self._policies[keyspace] for keyspace in sorted(self._policies)]
 
-    def tell(self, told: VersionedPolicy) -> bool:
-        """Take a policy over unless a newer one is known. True if it is news."""
-        known = self._told.get(told.keyspace)
-        if known is not None and known.version >= told.version:
+    def take(self, learned: VersionedPolicy) -> bool:
+        """Take a policy over unless a newer one is known. Return whether it was taken."""
+        known = self._policies.get(learned.keyspace)
+        if known is not None and known.version >= learned.version:
             return False
-        self._told[told.keyspace] = told
-        self._plans[told.keyspace] = plan_of(self._node, told.policy)
+        self._policies[learned.keyspace] = learned
+        self._plans[learned.keyspace] = plan_of(self._node, learned.policy)
         return True
 
 

@@ -13,7 +13,7 @@ from kvpool.core.errors import QuotaExceeded
 from kvpool.core.page import PageKey
 from kvpool.core.retention import Retention
 
-_SLACK: Final = 64  # entries that a heap may have too many before it is built anew
+_SLACK: Final = 64  # entries that a heap may have too many before it is rebuilt
 
 
 def with_defaults(metadata: PageMetadata, default: Retention, now_us: int) -> PageMetadata:
@@ -46,7 +46,7 @@ def extended(kept: PageMetadata, wanted: PageMetadata) -> PageMetadata:
 def inherited(asked: PageMetadata, owners: PageMetadata | None) -> PageMetadata:
     """Metadata of a page pulled from its owner: retention is the owner's, if it said any; a pin stays where it is.
 
-    asked: of whoever wanted to read the page, who has no say in how long it is kept.
+    asked: of the reader that the page is pulled for, who has no say in how long it is kept.
     """
     if owners is None:
         return replace(asked, pinned_until_us=0)
@@ -120,7 +120,7 @@ class ExpiryQueue(_Times):
 
 
 class PinBook:
-    """Bytes of pinned pages, bounded. Tell it of pages that leave (`unpin`); pins end by themselves."""
+    """Bytes of pinned pages, bounded. Call `unpin` for pages that leave; pins end by themselves."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes

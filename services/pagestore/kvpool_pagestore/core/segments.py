@@ -199,7 +199,7 @@ class SegmentTable:
         self.used_bytes += slot.size_bytes
 
     def free(self, slot: Slot) -> None:
-        """Give a slot back. Only when nobody can touch its bytes any more."""
+        """Give a slot back. Only when its bytes cannot be touched any more."""
         assert slot.state is not SlotState.FREE and slot.unused
         self._leave(slot)
         slot.state, slot.record, slot.dirty, slot.deleted, slot.sealed = SlotState.FREE, None, False, False, False
@@ -278,7 +278,7 @@ class SegmentTable:
     # Segments
 
     def runs_short(self, tenant: str, slot_bytes: int) -> bool:
-        """Whether it is time to make the next segment of a class, so that nobody has to wait for it."""
+        """Whether it is time to make the next segment of a class, so that no request has to wait for it."""
         if not self._new_segment_bytes(slot_bytes):
             return False
         free_count = 0

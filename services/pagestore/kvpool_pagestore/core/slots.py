@@ -17,7 +17,7 @@ def slot_bytes_for(page_bytes: int) -> int:
 class SlotState(Enum):
     """Who may touch a slot's bytes."""
 
-    FREE = "free"  # nobody
+    FREE = "free"  # neither owner nor peers
     RESERVED = "reserved"  # one session writes
     COMMITTING = "committing"  # the writer has finished; the owner verifies
     FILLING = "filling"  # the owner reads from disk or a peer
@@ -77,7 +77,7 @@ class Slot:
     is_ranked: bool = False  # known to the eviction policy of its size class
     idle: bool = False  # counted among its segment's evictable slots
     uses: int = 0  # of the page since it came here: leases, and stores that found it
-    stay: int = 0  # counts the pages that have been here: tells one page's stay from the next one's
+    stay: int = 0  # counts the pages that have been here: distinguishes one page's stay from the next one's
 
     @property
     def offset(self) -> int:
@@ -151,7 +151,7 @@ class Segment:
         return self.state is SegmentState.LIVE and len(self.free) + self.idle_count == len(self.slots)
 
     def format(self, slot_bytes: int) -> None:
-        """Cut into slots anew. Only while no slot is in use; older Slot objects become meaningless."""
+        """Cut into slots of another size. Only while no slot is in use; older Slot objects become meaningless."""
         self.slot_bytes = slot_bytes
         self.slots = []
         self.free = []

@@ -25,7 +25,7 @@ from kvpool_pagestore.engine_listing import MAX_MOST_READ
 from kvpool_pagestore.engine_retention import MAX_PIN_CHUNKS
 from kvpool_pagestore.servicer.messages import (
     chunk_hash_from_proto,
-    wanted_gone_from_proto,
+    evict_target_from_proto,
 )
 from kvpool_pagestore.servicer.session import PageStoreHandler, SessionLimits
 from kvpool_server.session_stream import SessionStream, peer_address
@@ -117,7 +117,7 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
                 )
 
     async def Evict(self, request: pb.EvictRequest, context: _Context) -> pb.EvictResponse:
-        evicted = await self._engine.evicting.evict(self._tenant(), wanted_gone_from_proto(request))
+        evicted = await self._engine.evicting.evict(self._tenant(), evict_target_from_proto(request))
         return pb.EvictResponse(
             page_count=evicted.page_count,
             pinned_page_count=evicted.pinned_count,
@@ -125,7 +125,7 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
         )
 
     async def PreviewEvict(self, request: pb.EvictRequest, context: _Context) -> pb.PreviewEvictResponse:
-        preview = await self._engine.evicting.preview(self._tenant(), wanted_gone_from_proto(request))
+        preview = await self._engine.evicting.preview(self._tenant(), evict_target_from_proto(request))
         return pb.PreviewEvictResponse(
             chunk_count=preview.chunk_count,
             page_count=preview.evicted.page_count,

@@ -21,7 +21,7 @@ from kvpool.wire.convert_spans import MAX_SOURCES, remote_source_from_proto
 from kvpool.wire.versions import check_peer_version
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine_acquire import Acquired
-from kvpool_pagestore.engine_evict import MAX_EVICT_CHUNKS, WantedGone
+from kvpool_pagestore.engine_evict import MAX_EVICT_CHUNKS, EvictTarget
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem, WantedPage
 from kvpool_pagestore.engine_sessions import SessionRequest
@@ -56,8 +56,8 @@ def chunk_hash_from_proto(value: bytes) -> bytes:
     return check_id(value, "chunk hash")
 
 
-def wanted_gone_from_proto(message: pb.EvictRequest) -> WantedGone:
-    return WantedGone(
+def evict_target_from_proto(message: pb.EvictRequest) -> EvictTarget:
+    return EvictTarget(
         keyspace=check_id(message.keyspace_id, "keyspace_id"),
         chunk_hashes=convert_items(message.chunk_hashes, chunk_hash_from_proto, "chunk hash", most=MAX_EVICT_CHUNKS),
         whole_keyspace=message.whole_keyspace,
