@@ -7,9 +7,9 @@ is messages, ledgers and hand-overs alone.
 store, load, both: transfers of 4 chunks (16 pages), four in flight each way. Their rate, median time, and the
     processor time of each in client, agent and pagestore: a GPU's link takes 1.2 ms for each.
 bursts: 4 prompts of 64 chunks ordered at once, until all of them are stored.
-one: a single chunk, until the caller knows of its end, and when each step was begun (--steps).
+one: a single chunk, until the caller knows of its end.
 
-Run: python -m bench.agent_path [--seconds 2] [--steps] [--json FILE]
+Run: python -m bench.agent_path [--seconds 2] [--only CASE] [--json FILE]
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def serve(module: str) -> int:
         storing.WINDOW_BYTES //= SCALE
         loading.FIRST_WINDOW_BYTES //= SCALE
         loading.WINDOW_BYTES //= SCALE
-        main.CpuDevice = _device()  # type: ignore[misc,assignment]
+        vars(main)["CpuDevice"] = _device()
     return int(import_module(f"{module}.main").main())
 
 
