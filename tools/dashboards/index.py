@@ -88,7 +88,9 @@ TRUTH = Row(
                 Query(rate("kvpool_index_replaced_ranges_total", where=HERE), "ranges replaced"),
                 Query(rate("kvpool_index_surplus_locations_removed_total", where=HERE), "surplus chunks removed"),
                 Query(rate("kvpool_index_corrected_digests_total", where=HERE), "digests corrected"),
-                Query(rate("kvpool_index_left_out_locations_total", where=HERE), "locations left out: 64 nodes have it"),
+                Query(
+                    rate("kvpool_index_left_out_locations_total", where=HERE), "locations left out: 64 nodes have it"
+                ),
                 Query(rate("kvpool_index_dead_locations_removed_total", where=HERE), "chunks of dead nodes removed"),
             ),
         ),
