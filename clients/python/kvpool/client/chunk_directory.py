@@ -8,8 +8,6 @@ from functools import reduce
 from operator import xor
 from typing import Protocol
 
-import numpy as np
-
 from kvpool.client.chunk_table import ChunkTable
 from kvpool.core.cluster import LocationChange
 from kvpool.core.location_digest import (
@@ -28,8 +26,7 @@ from kvpool.core.outcome import Tier
 _KEYSPACE_BYTES = _HASH_BYTES = 16
 _TIERS = (Tier.GPU, Tier.STAGING, Tier.DISK)
 _STEP_CHUNKS = 128  # looked up between two pauses, give or take a bucket: half a millisecond
-_LOAD_CHUNKS = 256  # learnt one by one between two pauses
-_LOAD_TABLES = 32  # made between two pauses
+_LOAD_CHUNKS = 256  # learnt between two pauses
 _RECHECK_ROUNDS = 64  # in which everything is looked up once, though no change of it was announced
 _COUNTED_CHUNKS = 4096  # of a keyspace in one range, from which on large groups are looked for
 _COUNTED_GROUPS = 64  # a group with more than this share of the chunks that come then is found
@@ -125,22 +122,9 @@ class ChunkDirectory:
         if self._is_loaded:
             return
         self._is_loaded = True
-        found: dict[tuple[int, bytes], list[bytes]] = {}  # chunk hashes and group heads in turn
         for places in self._truth.chunks():
             yield  # finding them was a step of its own
-            for number, hashes, heads in _by_range(places):
-                found.setdefault((number, places.keyspace), []).extend((hashes, heads))
-            yield
-        for count, ((number, keyspace), parts) in enumerate(found.items(), 1):
-            hashes = b"".join(parts[::2])
-            if len(hashes) <= _COUNTED_CHUNKS * _HASH_BYTES and keyspace not in self._tables.get(number, ()):
-                self.was_used = True
-                self._tables.setdefault(number, {})[keyspace] = ChunkTable.of(hashes)
-            else:  # there may be large groups, or something was announced meanwhile
-                for _ in self._note_all(keyspace, hashes, b"".join(parts[1::2])):
-                    yield
-            parts.clear()
-            if count % _LOAD_TABLES == 0:
+            for _ in self._note_all(places.keyspace, places.chunk_hashes, places.group_heads):
                 yield
 
     def _note_all(self, keyspace: bytes, hashes: bytes, heads: bytes) -> Iterator[None]:
@@ -388,21 +372,6 @@ class ChunkDirectory:
         self._table_counts[keyspace] -= 1
         if not self._table_counts[keyspace]:
             del self._table_counts[keyspace]
-
-
-def _by_range(places: ChunkPlaces) -> Iterator[tuple[int, bytes, bytes]]:
-    """Chunk hashes and group heads in each range that has any."""
-    hashes, heads = (
-        np.frombuffer(column, np.uint8).reshape(-1, _HASH_BYTES) for column in (places.chunk_hashes, places.group_heads)
-    )
-    numbers = (heads[:, -2].astype(np.uint16) << 8 | heads[:, -1]) >> 4
-    order = np.argsort(numbers, kind="stable")
-    counts = np.bincount(numbers)
-    present = np.flatnonzero(counts)
-    ends = (np.cumsum(counts[present]) * _HASH_BYTES).tolist()
-    ordered_hashes, ordered_heads = hashes[order].tobytes(), heads[order].tobytes()
-    for number, begin, end in zip(present.tolist(), [0, *ends], ends, strict=False):
-        yield number, ordered_hashes[begin:end], ordered_heads[begin:end]
 
 
 def _group(name: bytes) -> tuple[bytes, bytes]:

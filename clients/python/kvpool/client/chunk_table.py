@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import reduce
-from itertools import pairwise
 from operator import xor
-
-import numpy as np
 
 from kvpool.core.location_digest import PART_COUNT, part_of
 
@@ -30,24 +27,6 @@ class ChunkTable:
         self._stale: list[int] = []
         self.chunk_count = 0
         self.digest = 0  # exclusive or of the buckets that are not stale
-
-    @classmethod
-    def of(cls, hashes: bytes) -> ChunkTable:
-        """A table of different chunks, made at once; all of it is stale."""
-        count = len(hashes) // _HASH_BYTES
-        table = cls(max(1, -(-count // _BUCKET_CHUNKS)))
-        rows = np.frombuffer(hashes, np.uint8).reshape(count, _HASH_BYTES)
-        numbers = np.ascontiguousarray(rows[:, :4]).view("<u4")[:, 0]
-        bucket_count = len(table._buckets)
-        mask = (1 << bucket_count.bit_length()) - 1
-        at = numbers & mask
-        at = np.where(at < bucket_count, at, at & (mask >> 1)) if bucket_count > 1 else np.zeros(count, np.uint32)
-        ordered = rows[np.argsort(at, kind="stable")].tobytes()
-        ends = np.cumsum(np.bincount(at, minlength=bucket_count)) * _HASH_BYTES
-        table._buckets = [ordered[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
-        table._digests, table._stale = [None] * bucket_count, list(range(bucket_count))
-        table.chunk_count = count
-        return table
 
     @property
     def stale_count(self) -> int:
