@@ -9,7 +9,7 @@ import stat
 from kvpool.client.cache_loan import CacheLoan
 from kvpool.client.config import ClientConfig
 from kvpool.core.addresses import check_socket_path
-from kvpool.core.errors import InvalidRequest
+from kvpool.core.errors import InvalidRequest, ServiceUnavailable
 from kvpool_gpuagent.ports import MappedHandle
 
 
@@ -52,6 +52,8 @@ def _check_socket(path: str) -> None:
     check_socket_path(path, "source_agent")
     try:
         is_own = os.path.realpath(path) == path and _is_own_socket(os.lstat(path))
+    except FileNotFoundError:  # its agent may be starting again
+        raise ServiceUnavailable(f"failed to connect to source_agent {path!r}: it does not exist") from None
     except OSError as error:
         raise InvalidRequest(f"source_agent {path!r} cannot be used: {error.strerror}") from None
     if not is_own:
