@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.config import ClientConfig
-from kvpool.core.errors import InvalidRequest
+from kvpool.core.errors import InvalidRequest, ServiceUnavailable
 from kvpool_gpuagent.adapters.peer_agents import GrpcPeerAgents
 
 
@@ -29,7 +29,6 @@ def _file(here: Path, listening: Path) -> str:
     [
         _link,
         _file,
-        lambda here, listening: f"{here}/none",
         lambda here, listening: f"{here}/../{here.name}/socket",
         lambda here, listening: os.path.relpath(listening),
         lambda here, listening: "\0abstract",
@@ -43,6 +42,11 @@ async def test_other_paths_than_those_of_own_sockets_are_refused(
         own.bind(str(listening))
         with pytest.raises(InvalidRequest, match="source_agent"):
             await GrpcPeerAgents(ClientConfig()).borrow(f"unix:{path(tmp_path, listening)}", b"s" * 16, b"k" * 16, 1.0)
+
+
+async def test_an_agent_whose_socket_is_not_there_is_out_of_reach(tmp_path: Path) -> None:
+    with pytest.raises(ServiceUnavailable, match="connect"):
+        await GrpcPeerAgents(ClientConfig()).borrow(f"unix:{tmp_path}/none", b"s" * 16, b"k" * 16, 1.0)
 
 
 async def test_sockets_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
