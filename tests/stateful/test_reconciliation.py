@@ -305,7 +305,7 @@ def test_a_node_that_a_full_chunk_leaves_out_is_not_repaired_for_ever_and_record
         (full, incarnation), *_ = await _fill(world, 0)
         for number in (0, 1):
             world.change(number, 1, WHOLE, True)
-        for _ in range(6):
+        for _ in range(12):
             await world.round([])
         repaired = world.reconciler.replaced_count
         for _ in range(50):
