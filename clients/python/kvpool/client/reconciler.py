@@ -38,8 +38,8 @@ _CELLS_WAITING_MAX = 64  # to be replaced, before the round goes on
 _IDLE_INTERVALS = 30  # between two rounds of a node that never held anything
 _ENCODINGS_MAX = 4096
 _PAUSE_S = 1.0  # after a failure that nobody expected
-# Of the same difference, after which it is left for a while, as the index cannot hold it. A few in vain mean nothing: they
-# may be lost with a connection or a Redis.
+# Of the same difference, after which it is left for a while, as the index cannot hold it. A few in vain mean nothing:
+# they may be lost with a connection or a Redis.
 _VAIN_REPAIRS = 8
 _VAIN_ROUNDS = 64  # after which it is repaired again
 _STEP_S = 0.0005  # of computing digests between two pauses
