@@ -36,10 +36,12 @@ class FoundPages:
         on_stored: told of pages whose pin or life ends some time.
         """
         chunks, useless, parts = FoundChunks(), list[PageKey](), self._store.scan()
+        ending = list[StoredPage]()
         while (part := await self._readers.run(self._take, parts, chunks, useless)) is not None:
-            for page in part:
-                on_stored(page.key, page.metadata)
+            ending += part
         await self._readers.run(self._map.restore, chunks)
+        for page in ending:  # only now: what has expired is given up at once, and looked for in the map
+            on_stored(page.key, page.metadata)
         return useless
 
     def _take(
