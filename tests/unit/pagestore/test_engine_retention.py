@@ -305,12 +305,13 @@ async def test_storing_many_pages_again_costs_one_sync(monkeypatch: pytest.Monke
 
 
 async def test_a_page_that_expired_while_the_node_was_down_is_not_served() -> None:
-    with new_world(clock=ManualClock()) as world:
+    clock = ManualClock()
+    with new_world(clock=clock) as world:
         async with engine_at(world) as (running, peer, _):
             await put(running, peer, 1, ttl_ms=1000)
             await put(running, peer, 2)
             await running.engine.flush(TENANT, b"")
-        world.clock.advance(5.0)
+        clock.advance(5.0)
         async with engine_at(world) as (running, peer, _):
             assert (await acquire_one(running, peer, wanted(1))).grant is None
             assert (await acquire_one(running, peer, wanted(2))).grant is not None
