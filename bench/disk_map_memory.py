@@ -77,6 +77,7 @@ def measure(chunk_count: int) -> dict[str, float]:
         load_s += time.thread_time() - began_s
     began_s = time.thread_time()
     disk.restore(found)
+    disk.count_restored(found)
     restore_s = time.thread_time() - began_s
     del part, first
     loaded_bytes = resident_bytes() - before_bytes

@@ -52,7 +52,7 @@ class _Interruption:
         self._handles.append(self._loop.call_later(timeout_s, self._fire))
 
     def end(self) -> bool:
-        """It fires no more, and its traces are gone from the task. Whether nobody else has cancelled the task."""
+        """Fire no more and undo what was fired. Return whether no other caller has cancelled the task."""
         for handle in self._handles:
             handle.cancel()
         for _ in range(self.fired):

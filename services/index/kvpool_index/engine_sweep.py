@@ -1,7 +1,7 @@
 """Removing what nodes that are gone for good left behind, also where no match will ever meet it.
 
 Each start of a pagestore is another incarnation with an ordinal of its own, so that without this every restart would
-leave an entry of each chunk behind, for as long as nobody asks for the chunk: for ever, mostly. As it looks at every
+leave an entry of each chunk behind, until the chunk is asked for, which mostly never happens. As it looks at every
 chunk, it also learns which keyspaces have any: those that have none and are not used are forgotten after it.
 """
 

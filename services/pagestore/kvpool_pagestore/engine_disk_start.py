@@ -40,6 +40,7 @@ class FoundPages:
         while (part := await self._readers.run(self._take, parts, chunks, useless)) is not None:
             ending += part
         await self._readers.run(self._map.restore, chunks)
+        self._map.count_restored(chunks)
         for page in ending:  # only now: what has expired is given up at once, and looked for in the map
             on_stored(page.key, page.metadata)
         return useless

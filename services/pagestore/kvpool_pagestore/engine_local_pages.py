@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
@@ -169,38 +170,28 @@ class LocalPages:
         keyspace = self._keyspaces.find(keyspace_id)
         if keyspace is None:
             return []
-        held: list[HeldChunk] = []
-        stored = None
-        if self._disk is not None and self._disk.is_readable:
-            stored = self._disk.map.chunk(keyspace_id, chunk_hash)
-        durable = stored.shards if stored is not None else 0
-        if stored is not None and durable:
-            held.append(
-                HeldChunk(
-                    keyspace=keyspace_id,
-                    chunk_hash=chunk_hash,
-                    chunk_index=stored.metadata.chunk_index,
-                    group_head_hash=stored.metadata.group_head_hash,
-                    shards=durable,
-                    durable=True,
-                    grid=keyspace.grid,
-                )
+
+        def held(metadata: PageMetadata, shards: int, *, durable: bool) -> HeldChunk:
+            return HeldChunk(
+                keyspace=keyspace_id,
+                chunk_hash=chunk_hash,
+                chunk_index=metadata.chunk_index,
+                group_head_hash=metadata.group_head_hash,
+                shards=shards,
+                durable=durable,
+                grid=keyspace.grid,
             )
-        staged = self._table.staged_shards(keyspace_id, chunk_hash) & ~durable
+
+        chunks: list[HeldChunk] = []
+        disk = self._disk if self._disk is not None and self._disk.is_readable else None
+        stored = disk.map.chunk(keyspace_id, chunk_hash) if disk is not None else None
+        if stored is not None:
+            chunks.append(held(stored.metadata, stored.shards, durable=True))
+        staged = self._table.staged_shards(keyspace_id, chunk_hash) & ~(stored.shards if stored is not None else 0)
         if staged:
-            metadata = self._table.chunk_slots(keyspace_id, chunk_hash)[-1].page.metadata
-            held.append(
-                HeldChunk(
-                    keyspace=keyspace_id,
-                    chunk_hash=chunk_hash,
-                    chunk_index=metadata.chunk_index,
-                    group_head_hash=metadata.group_head_hash,
-                    shards=staged,
-                    durable=False,
-                    grid=keyspace.grid,
-                )
-            )
-        return held
+            last = self._table.chunk_slots(keyspace_id, chunk_hash)[-1]
+            chunks.append(held(last.page.metadata, staged, durable=False))
+        return chunks
 
 
 def _bucket(group_head_hash: bytes, count: int) -> int:

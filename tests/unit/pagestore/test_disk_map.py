@@ -175,6 +175,7 @@ def restore(disk: DiskMap, pages: list[tuple[PageKey, PageMetadata]], step: int 
     for start in range(0, len(ordered), step):
         chunks.add(StoredPages.of((key, SIZES[0], kept) for key, kept in ordered[start : start + step]))
     disk.restore(chunks)
+    disk.count_restored(chunks)
 
 
 @given(

@@ -66,6 +66,13 @@ def quota(world: World, size_bytes: int, version: int = 1) -> VersionedPolicy:
     return told
 
 
+async def store_many(running: Running, peer: PeerSession) -> None:
+    """300 durable pages of chunks of their own."""
+    for first in range(0, 300, 10):
+        await store(running, peer, range(16 * first, 16 * (first + 10), 16))
+        await running.engine.flush(TENANT, b"")
+
+
 async def test_a_writer_over_its_keyspaces_quota_gives_up_its_own_oldest_pages() -> None:
     with new_world() as world:
         quota(world, 6 * BOTH_BYTES)
@@ -143,9 +150,7 @@ async def test_a_lowered_quota_gives_up_a_bounded_number_of_pages_in_one_turn_of
         quota(world, 0)
         async with running_engine(world, disk_bytes=1 << 30) as running:
             peer = await open_session(running)
-            for first in range(0, 300, 10):
-                await store(running, peer, range(16 * first, 16 * (first + 10), 16))
-                await running.engine.flush(TENANT, b"")
+            await store_many(running, peer)
             counts = [len(stored_pages(world.memory))]
             assert counts == [300]
             quota(world, PAGE_BYTES, version=2)
@@ -161,9 +166,7 @@ async def test_a_writer_gives_up_a_bounded_number_of_pages_after_its_quota_was_l
         quota(world, 0)
         async with running_engine(world, disk_bytes=1 << 30) as running:
             peer = await open_session(running)
-            for first in range(0, 300, 10):
-                await store(running, peer, range(16 * first, 16 * (first + 10), 16))
-                await running.engine.flush(TENANT, b"")
+            await store_many(running, peer)
             running.engine.quotas.take_policy(PolicyChanged(KEYSPACE, KeyspacePolicy(quota_bytes=4 * PAGE_BYTES)))
             asking = asyncio.ensure_future(put(running, peer, KEYSPACE, 16 * 1000))
             counts = [running.engine.gauges().disk_pages]

@@ -124,15 +124,12 @@ class ChunkDirectory:
         self._is_loaded = True
         for places in self._truth.chunks():
             yield  # finding them was a step of its own
-            for _ in self._note_all(places.keyspace, places.chunk_hashes, places.group_heads):
-                yield
-
-    def _note_all(self, keyspace: bytes, hashes: bytes, heads: bytes) -> Iterator[None]:
-        for at in range(0, len(hashes), _HASH_BYTES):
-            self._note(keyspace, hashes[at : at + _HASH_BYTES], heads[at : at + _HASH_BYTES], is_added=True)
-            if at % (_LOAD_CHUNKS * _HASH_BYTES) == 0:
-                self.keep_large_apart()
-                yield
+            for start in range(0, len(places.chunk_hashes), _HASH_BYTES):
+                at = slice(start, start + _HASH_BYTES)
+                self._note(places.keyspace, places.chunk_hashes[at], places.group_heads[at], is_added=True)
+                if at.stop % (_LOAD_CHUNKS * _HASH_BYTES) == 0:
+                    self.keep_large_apart()
+                    yield
 
     def note(self, change: LocationChange) -> Cell:
         """Remember the chunk of a change; the cell that the change falls into."""

@@ -89,7 +89,7 @@ class LeaseStream:
             call.cancel()
         answer, self._answer, self._late_count = self._answer, None, 0
         if answer is not None and not answer.cancel() and not answer.cancelled():
-            answer.exception()  # nobody waits for it any more
+            answer.exception()  # retrieved, so that asyncio does not log it
 
     async def _exchange(self, request: index_pb2.RenewLeasesRequest) -> index_pb2.RenewLeasesResponse:
         config = self._endpoints.config

@@ -24,7 +24,7 @@ class Budget:
         return self._used
 
     def take_now(self, count: int) -> bool:
-        """Take `count` units if nobody has to wait for them."""
+        """Take `count` units if they are free and no one waits for others."""
         if self._waiting or not self._fits(count):
             return False
         self._used += count

@@ -112,7 +112,10 @@ class DiskMap:
         return True
 
     def restore(self, found: FoundChunks) -> None:
-        """Take over what the scan of a start has found; there is nothing here yet. No use of what was found."""
+        """Take over what the scan of a start has found; there is nothing here yet. No use of what was found.
+
+        May run on any thread while nothing else uses the map; `count_restored` follows on the event loop.
+        """
         self._rows.fill(found.names)
         self._rows.shards, self._kept = found.shards, found.kept
         parents, positions, keyspaces = _chains(found)
@@ -123,6 +126,9 @@ class DiskMap:
             self._policy.follow(name, name[:HASH_BYTES] + self._kept.metadata(row).parent_hash, int(positions[row]))
         for row in list(self._kept.asked):
             self._policy.retain(name_of(row), retention_of(self._kept.metadata(row)))
+
+    def count_restored(self, found: FoundChunks) -> None:
+        """Count the pages that were restored, and publish their bytes."""
         for kind, count in found.page_counts.items():
             self.page_count += count
             key = PageKey(kind.keyspace, bytes(HASH_BYTES), kind.shard)

@@ -192,7 +192,7 @@ class PageTable:
         if ready is not None:
             self._use((ready,))
             return Admission.EXISTS
-        if record.key in self._writing or record.key in self._filling:
+        if self.is_coming(record.key):
             return Admission.PENDING
         if len(session.writes) >= session.max_leases:
             return SessionBusy(f"the session holds {session.max_leases} write leases, its window")
