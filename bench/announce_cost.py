@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 
 from bench.waiting import ready_document
-from kvpool.client.chunk_directory import FixedLocations
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
-from kvpool.client.node_link import NodeLink
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, LocationChange, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.outcome import Tier
+from kvpool_server.node.chunk_directory import FixedLocations
+from kvpool_server.node.node_link import NodeLink
 
 SHARDS = 16  # pages of a chunk, one after the other
 PAGE_PAUSE_S = 0.001

@@ -21,12 +21,12 @@ from bench.index_fill import MadeChains
 from bench.match_echo import echo_stream, running_echo
 from bench.match_rig import SPEC, Server, filled, percentile, query_of, rig
 from kvpool.client.index import IndexClient
-from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.grid import ShardGrid
 from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.core.groups import group_reads
 from kvpool_server.loops import poll_grpc_directly
+from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
 
 CHUNKS = 512
 _WARM_UP = 200

@@ -21,11 +21,11 @@ from bench.process_usage import cpu_s
 from bench.waiting import ready_document, until
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
-from kvpool.client.lease_stream import LeaseStream
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind, NodeLease, NodeLoad
 from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool_index.adapters.redis_store import RedisIndexStore
+from kvpool_server.node.lease_stream import LeaseStream
 
 SPEC = KeyspaceSpec(
     model_id="kvpool-bench", model_revision="match", groups=(KvGroup(32, 8, 128),), dtype=Dtype.BF16, chunk_tokens=256

@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvpool.client.chunk_directory import ChunkDirectory
 from kvpool.core.location_digest import RANGE_COUNT, ChunkPlaces, HeldChunk
+from kvpool_server.node.chunk_directory import ChunkDirectory
 
 GRID = 0xFFFF
 

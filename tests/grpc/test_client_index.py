@@ -11,7 +11,6 @@ import pytest
 
 from kvpool.client.hashing import Chain
 from kvpool.client.index import IndexClient
-from kvpool.client.node_link import NodeLink, NodeLinkConfig
 from kvpool.core.cluster import (
     ChainQuery,
     ChunkEvent,
@@ -30,6 +29,7 @@ from kvpool.core.page import PageKey
 from kvpool.testing import ManualClock, eventually
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
+from kvpool_server.node.node_link import NodeLink, NodeLinkConfig
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.patience import patient
 from tests.unit.client.servers import SPEC

@@ -6,7 +6,6 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 
 from kvpool.client.index import IndexClient
-from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool.core.cluster import ChainMatch, ChainQuery, HeartbeatEvent
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.core.grid import ShardGrid
@@ -15,6 +14,7 @@ from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool_index import engine_watch
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
+from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
 from tests.fixtures.index_node import Chain, FakeNode, of_rank, open_keyspace, spec
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.patience import patient

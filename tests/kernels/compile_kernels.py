@@ -11,11 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpool.kernels.copying import tiling
-from kvpool.kernels.gather import gather_kernel
-from kvpool.kernels.peer_pull import WARPS, PullShape, pull_kernel
-from kvpool.kernels.scatter import scatter_kernel
-from kvpool.kernels.tables import CopyShape
+from kvpool_gpuagent.kernels.copying import tiling
+from kvpool_gpuagent.kernels.gather import gather_kernel
+from kvpool_gpuagent.kernels.peer_pull import WARPS, PullShape, pull_kernel
+from kvpool_gpuagent.kernels.scatter import scatter_kernel
+from kvpool_gpuagent.kernels.tables import CopyShape
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> str:

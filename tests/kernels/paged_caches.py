@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpool.kernels.tables import CopyShape, PageColumn, copy_shape
+from kvpool_gpuagent.kernels.tables import CopyShape, PageColumn, copy_shape
 
 POISON = 0xA5
 UNIT_ROWS = 16  # of a payload

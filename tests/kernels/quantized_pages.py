@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kvpool.core import codecs
 from kvpool.core.elements import Codec, Dtype
-from kvpool.kernels.codec_shapes import CodecShape, RowCodec
-from kvpool.kernels.gather import gather_pages_reference
-from kvpool.kernels.tables import CopyShape, PlaneColumn, widest_unit_bytes
+from kvpool_gpuagent.kernels.codec_shapes import CodecShape, RowCodec
+from kvpool_gpuagent.kernels.gather import gather_pages_reference
+from kvpool_gpuagent.kernels.tables import CopyShape, PlaneColumn, widest_unit_bytes
 from tests.kernels.paged_caches import (
     HEADER_BYTES,
     POISON,

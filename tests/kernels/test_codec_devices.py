@@ -15,10 +15,10 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.plane_table import PlaneTable
 from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
-from kvpool.kernels.codec_shapes import CodecShape, RowCodec
-from kvpool.kernels.dequantize import dequantize_scatter_pages
-from kvpool.kernels.quantize import gather_quantize_pages
-from kvpool.kernels.tables import CopyShape, PageColumn
+from kvpool_gpuagent.kernels.codec_shapes import CodecShape, RowCodec
+from kvpool_gpuagent.kernels.dequantize import dequantize_scatter_pages
+from kvpool_gpuagent.kernels.quantize import gather_quantize_pages
+from kvpool_gpuagent.kernels.tables import CopyShape, PageColumn
 from tests.kernels.paged_caches import make_pages, random_bytes
 
 TORCH = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}

@@ -6,10 +6,10 @@ import torch
 
 from kvpool.core import codecs
 from kvpool.core.elements import Codec
-from kvpool.kernels.codec_shapes import CodecShape, RowCodec
-from kvpool.kernels.dequantize import dequantize_rows_reference, dequantize_scatter_pages
-from kvpool.kernels.scatter import scatter_pages_reference
-from kvpool.kernels.tables import CopyShape, PageColumn
+from kvpool_gpuagent.kernels.codec_shapes import CodecShape, RowCodec
+from kvpool_gpuagent.kernels.dequantize import dequantize_rows_reference, dequantize_scatter_pages
+from kvpool_gpuagent.kernels.scatter import scatter_pages_reference
+from kvpool_gpuagent.kernels.tables import CopyShape, PageColumn
 from tests.kernels.paged_caches import pick_blocks, random_bytes
 from tests.kernels.quantized_pages import DTYPES, QuantizedPages, float_cache
 from tests.kernels.test_quantize_pages import BF16, CASES, FP16, FP32, codec_cases

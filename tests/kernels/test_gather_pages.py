@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpool.kernels.gather import gather_pages, gather_pages_reference
-from kvpool.kernels.tables import PageColumn, copy_shape
+from kvpool_gpuagent.kernels.gather import gather_pages, gather_pages_reference
+from kvpool_gpuagent.kernels.tables import PageColumn, copy_shape
 from tests.kernels.paged_caches import (
     HEADER_BYTES,
     POISON,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpool.kernels.peer_pull import PullPlanes, pull_rows, pull_rows_reference, pull_shape
+from kvpool_gpuagent.kernels.peer_pull import PullPlanes, pull_rows, pull_rows_reference, pull_shape
 from tests.kernels.paged_caches import PagedCache, paged_cache
 
 TOKENS = 150  # of each cache, and a little more where blocks are not filled

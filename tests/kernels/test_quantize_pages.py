@@ -6,9 +6,9 @@ import torch
 
 from kvpool.core import codecs
 from kvpool.core.elements import Codec
-from kvpool.kernels.codec_shapes import CodecShape, RowCodec
-from kvpool.kernels.quantize import gather_quantize_pages, quantize_rows_reference
-from kvpool.kernels.tables import CopyShape, PageColumn
+from kvpool_gpuagent.kernels.codec_shapes import CodecShape, RowCodec
+from kvpool_gpuagent.kernels.quantize import gather_quantize_pages, quantize_rows_reference
+from kvpool_gpuagent.kernels.tables import CopyShape, PageColumn
 from tests.kernels.paged_caches import pick_blocks
 from tests.kernels.quantized_pages import DTYPES, QuantizedPages, float_cache
 

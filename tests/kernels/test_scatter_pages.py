@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpool.kernels.gather import gather_pages_reference
-from kvpool.kernels.scatter import scatter_pages, scatter_pages_reference
-from kvpool.kernels.tables import PageColumn
+from kvpool_gpuagent.kernels.gather import gather_pages_reference
+from kvpool_gpuagent.kernels.scatter import scatter_pages, scatter_pages_reference
+from kvpool_gpuagent.kernels.tables import PageColumn
 from tests.kernels.paged_caches import (
     PagedCache,
     Pages,

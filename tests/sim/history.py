@@ -18,10 +18,10 @@ from unittest import mock
 
 import kvpool.client.channel
 import kvpool.client.pagestore
-import kvpool.client.reconciler
 import kvpool.client.retry
 import kvpool_pagestore.engine_replication
 import kvpool_pagestore.engine_sessions
+import kvpool_server.node.reconciler
 from kvpool.core import location_digest
 from kvpool.core.errors import KvPoolError
 from kvpool.core.fault_points import disarm_all
@@ -310,7 +310,7 @@ def _seams(world: World, rng: Random, trace: Callable[[str], None] | None) -> It
         mock.patch.object(kvpool.client.pagestore, "open_channel", open_channel),
         mock.patch.object(kvpool.client.pagestore, "SegmentMap", SimSegmentMap),
         mock.patch.object(kvpool.client.retry, "time", SimpleNamespace(monotonic=world.loop.time)),
-        mock.patch.object(kvpool.client.reconciler, "time", SimpleNamespace(thread_time=world.loop.time)),
+        mock.patch.object(kvpool_server.node.reconciler, "time", SimpleNamespace(thread_time=world.loop.time)),
         mock.patch.object(
             kvpool_pagestore.engine_replication, "random", SimpleNamespace(Random=lambda: Random(rng.random()))
         ),

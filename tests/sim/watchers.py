@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
-from kvpool.client.replica import LocationReplica, ReplicaConfig
 from kvpool.core.cluster import ChainQuery, ChunkEvent, IndexEvent, Location, NodeEvent, ResyncEvent
 from kvpool.core.errors import KvPoolError
 from kvpool.core.outcome import Tier
+from kvpool_server.node.replica_feed import LocationReplica, ReplicaConfig
 from tests.sim.nodes import SimClock, World
 from tests.sim.pages import GRID, KEYSPACE, SPEC, chunk_hash
 

@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.client import chunk_directory, chunk_table
-from kvpool.client.chunk_directory import Cell, ChunkDirectory
 from kvpool.core.cluster import LocationChange
 from kvpool.core.location_digest import ChunkPlaces, HeldChunk, PartSpan, fingerprint, holding, part_of, range_of
 from kvpool.core.outcome import Tier
+from kvpool_server.node import chunk_directory, chunk_table
+from kvpool_server.node.chunk_directory import Cell, ChunkDirectory
 
 KEYSPACES = [b"a" * 16, b"b" * 16]
 HEADS = [bytes(14) + tail for tail in (b"\x00\x00", b"\x00\x01", b"\x00\x02", b"\x00\x21")]  # the last in another range

@@ -12,9 +12,6 @@ import hypothesis.strategies as st
 from hypothesis import example, given, settings
 from prometheus_client import CollectorRegistry
 
-from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue
-from kvpool.client.chunk_directory import ChunkDirectory
-from kvpool.client.reconciler import Reconciler
 from kvpool.core.cluster import Location, LocationChange, NodeInfo, NodeKind, NodeLease, StaleLocation
 from kvpool.core.errors import LeaseLost
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
@@ -28,6 +25,9 @@ from kvpool_index.core.groups import GroupRead
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.metrics import IndexMetrics
+from kvpool_server.node.announce_queue import AnnounceBatch, AnnounceQueue
+from kvpool_server.node.chunk_directory import ChunkDirectory
+from kvpool_server.node.reconciler import Reconciler
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 2, 64),), dtype=Dtype.FP32, chunk_tokens=32)
 ENCODING = encode_keyspace("default", SPEC)

@@ -31,7 +31,7 @@ from kvpool.core.cluster import (
 )
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
-from kvpool.core.replica import Asked, ReplicaTable
+from kvpool_server.node.replica import Asked, ReplicaTable
 
 KEYSPACE = b"k" * 16
 GRID = ShardGrid(layers=1, kv_heads=2, layer_groups=1, splits=(1, 2))

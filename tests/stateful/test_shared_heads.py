@@ -15,10 +15,6 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvpool.client import reconciler
-from kvpool.client.announce_queue import AnnounceQueue
-from kvpool.client.chunk_directory import ChunkDirectory
-from kvpool.client.reconciler import Reconciler
 from kvpool.core.cluster import LocationChange, NodeInfo, NodeKind, NodeLease
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
 from kvpool.core.location_digest import PART_BATCHES, ChunkPlaces, HeldChunk, SplitGroup, fingerprint, holding, range_of
@@ -29,6 +25,10 @@ from kvpool_index.config import IndexConfig
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.metrics import IndexMetrics
+from kvpool_server.node import reconciler
+from kvpool_server.node.announce_queue import AnnounceQueue
+from kvpool_server.node.chunk_directory import ChunkDirectory
+from kvpool_server.node.reconciler import Reconciler
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 1, 64),), dtype=Dtype.FP32, chunk_tokens=32)
 TENANT = "default"

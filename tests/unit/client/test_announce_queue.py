@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue, merge_changes
 from kvpool.core.cluster import LocationChange
 from kvpool.core.location_digest import PART_BATCHES, PartSpan, part_of, range_of
 from kvpool.core.outcome import Tier
+from kvpool_server.node.announce_queue import AnnounceBatch, AnnounceQueue, merge_changes
 
 
 def change(chunk: int, added: int = 0, removed: int = 0, bucket: int = 0) -> LocationChange:

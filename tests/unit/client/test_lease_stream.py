@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvpool.client.lease_stream import LeaseStream
 from kvpool.core.cluster import NodeLoad
 from kvpool.core.errors import DeadlineExceeded
+from kvpool_server.node.lease_stream import LeaseStream
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.index_peer import NODE_ID, ScriptedIndex, node
 

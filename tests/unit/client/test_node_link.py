@@ -6,9 +6,7 @@ import asyncio
 
 import pytest
 
-from kvpool.client.chunk_directory import NoLocations
 from kvpool.client.index import IndexClient
-from kvpool.client.node_link import NodeLink
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad, RemoteSource
 from kvpool.core.errors import (
     DeadlineExceeded,
@@ -23,6 +21,8 @@ from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool.v1 import index_pb2_grpc
+from kvpool_server.node.chunk_directory import NoLocations
+from kvpool_server.node.node_link import NodeLink
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.index_peer import (
     KEYSPACE,

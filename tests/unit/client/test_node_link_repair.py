@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import reconciler
 from kvpool.core.errors import InvalidRequest, StoreUnavailable
 from kvpool.core.location_digest import fingerprint, holding
 from kvpool.testing import eventually
+from kvpool_server.node import reconciler
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.index_peer import (
     KEYSPACE,

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.core.copy_runs import Runs, RunTable
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup, OpaqueLayout, PayloadKind
@@ -26,6 +25,7 @@ from kvpool.core.layout_presets import (
 from kvpool.core.payload import ShardPayload
 from kvpool.core.plane_table import PlaneTable
 from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
+from kvpool_gpuagent.core.copy_runs import Runs, RunTable
 from tests.unit.core.random_layouts import noise_of, random_layouts, small_grids, small_specs
 from tests.unit.core.strategies import head_borders, split_at
 from tests.unit.core.test_plane_table import rank_of

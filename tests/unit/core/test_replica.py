@@ -20,7 +20,7 @@ from kvpool.core.cluster import (
 )
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
-from kvpool.core.replica import NOTHING, ReplicaTable
+from kvpool_server.node.replica import NOTHING, ReplicaTable
 from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 
 KEYSPACE = b"k" * 16

@@ -19,14 +19,14 @@ from kvpool.cli.bench_results import Results, progress
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.cli.output import CommandFailed, say
 from kvpool.cli.state import ClusterState
-from kvpool.client.chunk_directory import FixedLocations
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient, OpenedKeyspace
-from kvpool.client.node_link import NodeLink
 from kvpool.core.cluster import ChainQuery, LocationChange, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.outcome import Tier
+from kvpool_server.node.chunk_directory import FixedLocations
+from kvpool_server.node.node_link import NodeLink
 
 CHUNK_COUNTS = (16, 128, 512, 2048)
 GROUP_CHUNKS = 16

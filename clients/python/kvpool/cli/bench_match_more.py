@@ -10,8 +10,8 @@ import time
 from kvpool.cli.bench_results import Results
 from kvpool.cli.output import CommandFailed
 from kvpool.client.index import IndexClient, OpenedKeyspace
-from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool.core.cluster import ChainQuery
+from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
 
 REPLICA_CHUNKS, BUSY_CHUNKS, AT_ONCE = 512, 128, 16
 _HASH_BYTES = 16

@@ -6,8 +6,8 @@ from typing import cast
 
 import torch
 
-from kvpool.cuda.copies import copy_runs
 from kvpool.cuda.driver import Driver
+from kvpool_gpuagent.adapters.cuda_copies import copy_runs
 from kvpool_gpuagent.adapters.gpu_runtime import Int64s, Mark, OutOfDeviceMemory, Stream
 from kvpool_gpuagent.adapters.pinned_extents import PinnedExtents
 

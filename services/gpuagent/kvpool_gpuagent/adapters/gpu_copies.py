@@ -12,15 +12,15 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpool.core.copy_runs import RunTable
 from kvpool.core.page import HEADER_BYTES, SLOT_ALIGNMENT_BYTES
 from kvpool.core.plane_table import PlaneTable
 from kvpool.core.spans import Int64s
-from kvpool.kernels.burst_tables import BurstPages, BurstTables, TablePool
-from kvpool.kernels.cache_kernels import CacheKernels
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Mark, Stream
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
+from kvpool_gpuagent.core.copy_runs import RunTable
 from kvpool_gpuagent.core.pages import CopyBatch
+from kvpool_gpuagent.kernels.burst_tables import BurstPages, BurstTables, TablePool
+from kvpool_gpuagent.kernels.cache_kernels import CacheKernels
 
 MOST_RUN_PAGES = 1024  # of a burst that needs no scratch
 MOST_KERNEL_PAGES = 512

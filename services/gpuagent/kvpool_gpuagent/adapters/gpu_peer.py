@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from kvpool.core.errors import KvPoolError, NotServed, Stopped
-from kvpool.kernels.peer_pull import PullPlanes, pull_rows, pull_shape
 from kvpool_gpuagent.adapters.finishing import finished
 from kvpool_gpuagent.adapters.gpu_cache import GpuCache
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Int64s, Stream
 from kvpool_gpuagent.adapters.peer_memory import PeerMemory
 from kvpool_gpuagent.core.peer_planes import CacheSide, PeerPlanes, peer_planes
+from kvpool_gpuagent.kernels.peer_pull import PullPlanes, pull_rows, pull_shape
 from kvpool_gpuagent.ports import PeerCache, PulledBytes, PullPart, StopFlag
 
 _log = logging.getLogger(__name__)

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvpool.core.copy_runs import RunTable
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import slot_bytes
 from kvpool.core.plane_table import PlaneTable
-from kvpool.kernels.burst_tables import TablePool
-from kvpool.kernels.cache_kernels import CacheKernels
 from kvpool_gpuagent.adapters.gpu_cache import Direction
 from kvpool_gpuagent.adapters.gpu_copies import KernelBursts, RunCopies, payload_sizes
 from kvpool_gpuagent.adapters.gpu_lane import Lane
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, OutOfDeviceMemory
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
+from kvpool_gpuagent.core.copy_runs import RunTable
+from kvpool_gpuagent.kernels.burst_tables import TablePool
+from kvpool_gpuagent.kernels.cache_kernels import CacheKernels
 
 _log = logging.getLogger(__name__)
 

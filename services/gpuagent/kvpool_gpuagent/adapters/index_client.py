@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvpool.client.index import IndexClient
-from kvpool.client.replica import LocationReplica
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool_gpuagent.ports import OpenedKeyspace
+from kvpool_server.node.replica_feed import LocationReplica
 
 
 class GrpcIndex:

@@ -7,10 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvpool.client.chunk_directory import LocationTruth
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
-from kvpool.client.node_link import NodeLink, NodeLinkConfig
 from kvpool.client.retry import Backoff
 from kvpool.client.tls import TlsCredentials
 from kvpool.core.cluster import LocationChange, NodeInfo, NodeLoad, RemoteSource
@@ -20,13 +18,15 @@ from kvpool.core.page import PageKey
 from kvpool.core.policy import VersionedPolicy
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.core.reconciliation import ReconcileFigures
+from kvpool_server.node.chunk_directory import LocationTruth
+from kvpool_server.node.node_link import NodeLink, NodeLinkConfig
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registrant:
-    """What registers: the node, and what the link asks of its owner. See kvpool.client.node_link.NodeLink."""
+    """What registers: the node, and what the link asks of its owner. See kvpool_server.node.node_link.NodeLink."""
 
     node: NodeInfo
     last_incarnation: int

@@ -8,8 +8,8 @@ and the next sum, so the compiler has nothing to contract.
 import triton
 import triton.language as tl
 
-from kvpool.kernels.codec_shapes import RowCodec
-from kvpool.kernels.tables import PlaneColumn
+from kvpool_gpuagent.kernels.codec_shapes import RowCodec
+from kvpool_gpuagent.kernels.tables import PlaneColumn
 
 _ADDRESS = tl.constexpr(PlaneColumn.ADDRESS.value)
 _BLOCK_STRIDE = tl.constexpr(PlaneColumn.BLOCK_STRIDE.value)

@@ -12,8 +12,6 @@ from itertools import chain
 from operator import xor
 from typing import TypeVar
 
-from kvpool.client.announce_queue import AnnounceQueue
-from kvpool.client.chunk_directory import Cell, ChunkDirectory, LocationTruth
 from kvpool.client.index import IndexClient
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.core.cluster import LocationChange, NodeLease
@@ -28,6 +26,8 @@ from kvpool.core.errors import (
 )
 from kvpool.core.keyspace import keyspace_id
 from kvpool.core.location_digest import RANGE_COUNT, PartSpan, range_of
+from kvpool_server.node.announce_queue import AnnounceQueue
+from kvpool_server.node.chunk_directory import Cell, ChunkDirectory, LocationTruth
 
 _log = logging.getLogger(__name__)
 

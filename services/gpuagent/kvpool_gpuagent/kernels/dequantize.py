@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.codec_shapes import CodecShape, RowCodec, group_tiling
-from kvpool.kernels.copying import item_of, table_row, tile_blocks
-from kvpool.kernels.launching import Launch, check_table
-from kvpool.kernels.row_codecs import decode_groups, group_offsets, lane_pointers
-from kvpool.kernels.scatter import is_wanted
-from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
+from kvpool_gpuagent.kernels.codec_shapes import CodecShape, RowCodec, group_tiling
+from kvpool_gpuagent.kernels.copying import item_of, table_row, tile_blocks
+from kvpool_gpuagent.kernels.launching import Launch, check_table
+from kvpool_gpuagent.kernels.row_codecs import decode_groups, group_offsets, lane_pointers
+from kvpool_gpuagent.kernels.scatter import is_wanted
+from kvpool_gpuagent.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
 _FIRST_PLANE = tl.constexpr(PageColumn.FIRST_PLANE.value)
@@ -131,7 +131,7 @@ def dequantize_scatter_pages(
 ) -> None:
     """Decode the payloads of all pages of a burst into the rows of all their planes, in one launch.
 
-    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.rows.blocks] int64: see kvpool.kernels.tables. On
+    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.rows.blocks] int64: see `tables`. On
               the device or in pinned memory, unchanged until the launch has run. No destination row may be named twice:
               which page wins would be open. What the tables name is not checked on the device.
     shape:    of the planes and of what pages hold for them; as for gather_quantize_pages.

@@ -9,14 +9,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvpool.client.announce_queue import AnnounceQueue
-from kvpool.client.announcer import Announcer
-from kvpool.client.chunk_directory import ChunkDirectory, LocationTruth, NoLocations
 from kvpool.client.index import IndexClient
-from kvpool.client.lease_stream import LeaseStream
-from kvpool.client.reconciler import Reconciler
 from kvpool.client.retry import TRANSIENT, Backoff
-from kvpool.client.stale_reports import StaleReports
 from kvpool.core.cluster import LocationChange, NodeInfo, NodeLease, NodeLoad, RegistrationAttempt, RemoteSource
 from kvpool.core.errors import (
     DeadlineExceeded,
@@ -30,6 +24,12 @@ from kvpool.core.errors import (
     WireVersionRefused,
 )
 from kvpool.core.page import PageKey
+from kvpool_server.node.announce_queue import AnnounceQueue
+from kvpool_server.node.announcer import Announcer
+from kvpool_server.node.chunk_directory import ChunkDirectory, LocationTruth, NoLocations
+from kvpool_server.node.lease_stream import LeaseStream
+from kvpool_server.node.reconciler import Reconciler
+from kvpool_server.node.stale_reports import StaleReports
 
 _log = logging.getLogger(__name__)
 _LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded, WireVersionRefused)

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvpool.kernels.tables import CopyShape, PlaneColumn
+from kvpool_gpuagent.kernels.tables import CopyShape, PlaneColumn
 
 # 8 warps with 16 elements a thread: 32 KiB a tile, of which two or three are in flight on each multiprocessor.
 TILE_ELEMENTS = 4096

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.copying import item_of, table_row, tile_blocks, tile_pointers, tiling
-from kvpool.kernels.launching import Launch, check_table
-from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, CopyShape, PageColumn
+from kvpool_gpuagent.kernels.copying import item_of, table_row, tile_blocks, tile_pointers, tiling
+from kvpool_gpuagent.kernels.launching import Launch, check_table
+from kvpool_gpuagent.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, CopyShape, PageColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
 _HEADS = tl.constexpr(PageColumn.HEADS.value)
@@ -76,7 +76,7 @@ def gather_pages(
 ) -> None:
     """Copy the rows of all planes of all pages of a burst into the pages' payloads, in one launch.
 
-    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.blocks] int64: see kvpool.kernels.tables. On the
+    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.blocks] int64: see `tables`. On the
               device or in pinned memory, unchanged until the launch has run. Repeated blocks are fine. What they name
               is not checked on the device.
     shape:    of the planes that are copied.

@@ -15,7 +15,7 @@ from kvpool.core.clock import Clock, SystemClock
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, ChainMatch, ChainQuery, MatchRun, ResyncEvent
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
-from kvpool.core.replica import ReplicaTable
+from kvpool_server.node.replica import ReplicaTable
 
 _log = logging.getLogger(__name__)
 

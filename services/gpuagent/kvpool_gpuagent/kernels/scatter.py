@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.copying import item_of, table_row, tile_blocks, tile_pointers, tiling
-from kvpool.kernels.launching import Launch, check_table
-from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, CopyShape, PageColumn
+from kvpool_gpuagent.kernels.copying import item_of, table_row, tile_blocks, tile_pointers, tiling
+from kvpool_gpuagent.kernels.launching import Launch, check_table
+from kvpool_gpuagent.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, CopyShape, PageColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
 _SKIP_TOKENS = tl.constexpr(PageColumn.SKIP_TOKENS.value)
@@ -94,7 +94,7 @@ def scatter_pages(
 ) -> None:
     """Copy the payloads of all pages of a burst into the rows of all their planes, in one launch.
 
-    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.blocks] int64: see kvpool.kernels.tables. On the
+    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.blocks] int64: see `tables`. On the
               device or in pinned memory, unchanged until the launch has run. No destination row may be named twice:
               which page wins would be open. What the tables name is not checked on the device.
     shape:    of the planes that are copied.

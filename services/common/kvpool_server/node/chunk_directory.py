@@ -8,7 +8,6 @@ from functools import reduce
 from operator import xor
 from typing import Protocol
 
-from kvpool.client.chunk_table import ChunkTable
 from kvpool.core.cluster import LocationChange
 from kvpool.core.location_digest import (
     FIELD_BYTES,
@@ -22,6 +21,7 @@ from kvpool.core.location_digest import (
     range_of,
 )
 from kvpool.core.outcome import Tier
+from kvpool_server.node.chunk_table import ChunkTable
 
 _KEYSPACE_BYTES = _HASH_BYTES = 16
 _TIERS = (Tier.GPU, Tier.STAGING, Tier.DISK)

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.copying import ELEMENTS_BY_BYTES
-from kvpool.kernels.launching import MOST_ITEMS, Launch, check_table
-from kvpool.kernels.tables import PLANE_COLUMNS, PlaneColumn, widest_unit_bytes
+from kvpool_gpuagent.kernels.copying import ELEMENTS_BY_BYTES
+from kvpool_gpuagent.kernels.launching import MOST_ITEMS, Launch, check_table
+from kvpool_gpuagent.kernels.tables import PLANE_COLUMNS, PlaneColumn, widest_unit_bytes
 
 PROGRAMS = 24
 WARPS = 16

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.codec_shapes import LIMITS, CodecShape, RowCodec, group_tiling
-from kvpool.kernels.copying import item_of, table_row, tile_blocks
-from kvpool.kernels.launching import Launch, check_table
-from kvpool.kernels.row_codecs import encode_groups, group_offsets, lane_pointers, widen
-from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
+from kvpool_gpuagent.kernels.codec_shapes import LIMITS, CodecShape, RowCodec, group_tiling
+from kvpool_gpuagent.kernels.copying import item_of, table_row, tile_blocks
+from kvpool_gpuagent.kernels.launching import Launch, check_table
+from kvpool_gpuagent.kernels.row_codecs import encode_groups, group_offsets, lane_pointers, widen
+from kvpool_gpuagent.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
 _FIRST_PLANE = tl.constexpr(PageColumn.FIRST_PLANE.value)
@@ -108,7 +108,7 @@ def gather_quantize_pages(
 ) -> None:
     """Quantize the rows of all planes of all pages of a burst into the pages' payloads, in one launch.
 
-    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.rows.blocks] int64: see kvpool.kernels.tables. On
+    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.rows.blocks] int64: see `tables`. On
               the device or in pinned memory, unchanged until the launch has run. Repeated blocks are fine. What they
               name is not checked on the device.
     shape:    of the planes and of what is made of them. Data of a row lies from PAYLOAD_OFFSET on, its scales, in the

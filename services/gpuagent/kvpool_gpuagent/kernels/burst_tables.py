@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kvpool.core.plane_table import PlaneTable
-from kvpool.kernels.tables import PAGE_COLUMNS, PageColumn
+from kvpool_gpuagent.kernels.tables import PAGE_COLUMNS, PageColumn
 
 Int64s = npt.NDArray[np.int64]
 

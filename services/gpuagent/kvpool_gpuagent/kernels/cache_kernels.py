@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvpool.core.elements import Dtype
 from kvpool.core.plane_table import PlaneTable
-from kvpool.kernels.burst_tables import BurstPages, BurstTables
-from kvpool.kernels.codec_shapes import CodecShape, RowCodec
-from kvpool.kernels.dequantize import dequantize_launch
-from kvpool.kernels.gather import gather_launch
-from kvpool.kernels.quantize import quantize_launch
-from kvpool.kernels.scatter import scatter_launch
-from kvpool.kernels.tables import CopyShape, copy_shape
+from kvpool_gpuagent.kernels.burst_tables import BurstPages, BurstTables
+from kvpool_gpuagent.kernels.codec_shapes import CodecShape, RowCodec
+from kvpool_gpuagent.kernels.dequantize import dequantize_launch
+from kvpool_gpuagent.kernels.gather import gather_launch
+from kvpool_gpuagent.kernels.quantize import quantize_launch
+from kvpool_gpuagent.kernels.scatter import scatter_launch
+from kvpool_gpuagent.kernels.tables import CopyShape, copy_shape
 
 _TORCH_TYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpool.kernels.tables import CopyShape
+from kvpool_gpuagent.kernels.tables import CopyShape
 
 TILE_ELEMENTS = 8192  # of 8 warps: 16 KiB of bf16, of which several are in flight on each multiprocessor
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue
 from kvpool.client.channel import closed_channel_error
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import LocationChange, NodeLease
@@ -15,6 +14,7 @@ from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_cluster import location_change_to_proto, part_span_to_proto
 from kvpool.wire.stream_status import StreamStatus
+from kvpool_server.node.announce_queue import AnnounceBatch, AnnounceQueue
 
 _Call = grpc.aio.StreamStreamCall
 

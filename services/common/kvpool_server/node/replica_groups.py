@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, ChainQuery, Location
-from kvpool.core.replica_values import Lens, SharedValue, SharedValues, View
+from kvpool_server.node.replica_values import Lens, SharedValue, SharedValues, View
 
 HASH_BYTES: Final = 16
 FIELD_BYTES: Final = 8  # of a chunk hash; enough to tell the chunks of a group apart

@@ -30,8 +30,8 @@ from kvpool.core.cluster import (
 )
 from kvpool.core.coverage import Coverage
 from kvpool.core.grid import ShardGrid
-from kvpool.core.replica_groups import FIELD_BYTES, HASH_BYTES, GroupStore, parts
-from kvpool.core.replica_values import Lens, merged
+from kvpool_server.node.replica_groups import FIELD_BYTES, HASH_BYTES, GroupStore, parts
+from kvpool_server.node.replica_values import Lens, merged
 
 NOTHING = ChainMatch(matched_chunks=0)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Protocol
 
-from kvpool.client.chunk_directory import Cell
 from kvpool.core.cluster import LocationChange
 from kvpool.core.location_digest import (
     BUCKETS_PER_RANGE,
@@ -18,12 +17,13 @@ from kvpool.core.location_digest import (
     range_buckets,
     range_of,
 )
+from kvpool_server.node.chunk_directory import Cell
 
 _Key = tuple[bytes, bytes, int]  # keyspace, chunk hash, tier
 
 
 class HeldContent(Protocol):
-    """What the node holds now: a kvpool.client.chunk_directory.ChunkDirectory."""
+    """What the node holds now: a kvpool_server.node.chunk_directory.ChunkDirectory."""
 
     def cell_of(self, change: LocationChange) -> Cell:
         """The cell that a change falls into."""
