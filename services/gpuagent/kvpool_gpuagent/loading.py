@@ -14,7 +14,7 @@ from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageM
 from kvpool.core.grid import shards_in
 from kvpool.core.spans import Bytes, Int32s, Int64s
 from kvpool_gpuagent.core.bandwidth import CopiedBytes, LoadSource
-from kvpool_gpuagent.core.pages import CopyBatch, PageSlots
+from kvpool_gpuagent.core.pages import FIRST_WINDOW_ORDER, CopyBatch, PageSlots
 from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, Rank, page_span, window_of
 from kvpool_gpuagent.events import EnginePassed
 from kvpool_gpuagent.metrics import AgentMetrics
@@ -29,9 +29,9 @@ ReportProgress = Callable[[int, Sequence[int]], None]
 _INTERNAL = "internal error in the agent; its log has the details"
 # The first window is small, so that copying begins early: it takes about as long as the next one's answer. Later ones
 # are large, as each costs a loop time that the thread which keeps the link busy waits for.
-# First windows go over the link before all others, so that small loads do not wait for large ones; of the others those
-# of the oldest load. Loads that share the link evenly would all end as late as the last one, and their engine would
-# compute nothing until then.
+# First windows go over the link before others, so that small loads do not wait for large ones, though only a few before
+# one that waits. Of the others, those of the oldest load go first: loads that share the link evenly would all end as
+# late as the last one, and their engine would compute nothing until then.
 FIRST_WINDOW_BYTES, WINDOW_BYTES = 64 << 20, 256 << 20
 
 
@@ -104,7 +104,9 @@ class LoadRun:
         while start < count:
             await places.acquire()
             end, pages = min(count, start + pages), largest
-            loading = self._load_window(slice(start, end), self._number if start else 0, stop, ends_at_s)
+            loading = self._load_window(
+                slice(start, end), self._number if start else FIRST_WINDOW_ORDER, stop, ends_at_s
+            )
             if not start and end == count:
                 await loading  # mostly there is one: a task would cost more than it does
                 break

@@ -24,7 +24,7 @@ from kvpool_gpuagent.adapters.gpu_copies import Issued, Mover
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
-from kvpool_gpuagent.core.pages import CopyBatch
+from kvpool_gpuagent.core.pages import FIRST_WINDOW_ORDER, CopyBatch
 from kvpool_gpuagent.ports import StopFlag
 
 _log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ _COPIES_PER_TURN = 2.0
 _LINK_BYTES_PER_S = 55e9  # of PCIe 5 x16: on a slower link bursts are larger than they need be, no harm
 FIRST_BYTES = 8 << 20  # on the link as long as the next burst takes to be enqueued
 IDLE_BYTES = 32 << 20  # on an idle GPU: larger ones leave too few for both directions at once
+MOST_PASSED = 8  # first windows that go before a waiting window: a large load has a third of the link's bytes or more
 
 
 class BurstSizer:
@@ -76,6 +77,7 @@ class Transfer:
     ends_bytes: Int64s = field(init=False)  # [N]: bytes of a page and all before it
     issued: int = 0  # leading pages that went into bursts
     in_flight: int = 0
+    passed: int = 0  # later transfers that went before it
     stopped: bool = False
     error: KvPoolError | None = None
 
@@ -166,11 +168,21 @@ class Lane:
                     name = f"{self.name}-{role}"
                     self._threads.append(threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True))
                     self._threads[-1].start()
-            place = len(self._pending)
-            while place and self._pending[place - 1].batch.order > transfer.batch.order:
-                place -= 1
-            self._pending.insert(place, transfer)
+            self._pending.insert(self._place_of(transfer), transfer)
             self._changed.notify_all()
+
+    def _place_of(self, transfer: Transfer) -> int:
+        """Return the index of a new transfer: by its order, behind equal ones and what was passed often enough."""
+        place = len(self._pending)
+        while place and self._pending[place - 1].batch.order > transfer.batch.order:
+            place -= 1
+        if place == len(self._pending) or transfer.batch.order != FIRST_WINDOW_ORDER:
+            return place
+        if self._pending[place].passed == MOST_PASSED:
+            place += 1
+        if place < len(self._pending):
+            self._pending[place].passed += 1
+        return place
 
     def close(self) -> None:
         """End the threads once what was submitted has settled."""

@@ -14,6 +14,8 @@ from kvpool.core.spans import Bytes, Int32s, Int64s
 
 Leases = npt.NDArray[Any]
 
+FIRST_WINDOW_ORDER = 0  # of the first window of every load, and of stores; later ones have the number of their load
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageSlots:
@@ -78,14 +80,15 @@ class CopyBatch:
     shards:      [N] uint8.
     block_ids:   [N, chunk_tokens / block_tokens] int64, each in [0, block_count), checked before.
     skip_tokens: [N] int64: a scatter leaves so many leading tokens of the chunk untouched.
-    order:       of batches that wait for the link, those with the lowest number go first, equal ones as they came.
+    order:       of batches that wait for the link, those with the lowest number go first, equal ones as they came; only
+                 so many of FIRST_WINDOW_ORDER go before a waiting one.
     """
 
     addresses: Int64s
     shards: Bytes
     block_ids: Int64s
     skip_tokens: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
-    order: int = 0
+    order: int = FIRST_WINDOW_ORDER
 
     @property
     def count(self) -> int:
