@@ -41,6 +41,17 @@ async def test_a_window_smaller_than_two_chunks_takes_one_at_a_time() -> None:
     assert bench.pool.most_writes <= 5
 
 
+async def test_the_next_windows_are_reserved_while_one_is_copied() -> None:
+    bench = Bench(window_pages=16)  # four windows of a chunk
+    bench.faults.gates["gather"] = asyncio.Event()
+    storing = asyncio.ensure_future(bench.store(range(6)))
+    await eventually(lambda: bench.faults.steps.count("reserve") == 4)
+    assert not bench.gathered
+    bench.faults.gates["gather"].set()
+    assert (await storing).stored_chunks == 6
+    assert bench.pool.most_writes <= 16
+
+
 async def test_a_chunk_that_never_fits_the_window_fails_with_advice() -> None:
     bench = Bench(window_pages=3)
     outcome = await bench.store(range(2))
