@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -167,6 +169,34 @@ async def test_sessions_are_counted_and_limited() -> None:
         await again.close()
         engine.close()
         other.close()
+
+
+async def test_one_process_of_this_host_cannot_take_all_sessions() -> None:
+    """gRPC does not say which process a unix socket's peer is; the descriptor socket does."""
+    async with running_agent(World(), max_sessions=4) as agent:
+        engine = EngineProcess(agent.endpoint)
+        sessions = [await engine.open() for _ in range(2)]
+        with pytest.raises(Overloaded, match=f"of process {os.getpid()}"):
+            await engine.open()
+        await eventually(lambda: len(agent.engine.sessions) == 2)
+        await sessions.pop().close()
+        await eventually(lambda: len(agent.engine.sessions) == 1)
+        sessions.append(await engine.open())
+        for session in sessions:
+            assert await session.close()
+        engine.close()
+
+
+async def test_one_address_cannot_take_all_sessions() -> None:
+    async with running_agent(World(), max_sessions=4) as agent, AsyncExitStack() as stack:
+        engine = EngineProcess(agent.tcp_endpoint)
+        peers = [await stack.enter_async_context(raw_engine(agent.tcp_endpoint)) for _ in range(3)]
+        for peer in peers[:2]:
+            await peer.register(engine)
+        await peers[2].send(1, register=peers[2].registration(engine))
+        error = await peers[2].end()
+        assert isinstance(error, Overloaded) and "half of all engine sessions" in error.message
+        engine.close()
 
 
 async def test_requests_beyond_the_limit_are_refused_while_answers_still_come() -> None:

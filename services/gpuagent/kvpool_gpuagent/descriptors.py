@@ -16,13 +16,14 @@ class DescriptorInbox:
 
     def __init__(self, sizes_bytes: Sequence[int]) -> None:
         self.token = secrets.token_bytes(32)
+        self.process = ""  # that has offered them, as the kernel says
         self._sizes_bytes = tuple(sizes_bytes)
         self._descriptors: dict[int, int] = {}
         self._complete = asyncio.Event()
         if not self._sizes_bytes:
             self._complete.set()
 
-    def offer(self, handle: int, size_bytes: int, descriptor: int) -> None:
+    def offer(self, peer: PeerCredentials, handle: int, size_bytes: int, descriptor: int) -> None:
         """Take a descriptor over. Raises InvalidRequest (and leaves it to the caller) for one nobody asked for."""
         if handle >= len(self._sizes_bytes) or handle in self._descriptors:
             raise InvalidRequest(f"handle {handle} is not awaited; {len(self._sizes_bytes)} were registered")
@@ -31,17 +32,21 @@ class DescriptorInbox:
                 f"handle {handle} was registered with {self._sizes_bytes[handle]} bytes, offered with {size_bytes}"
             )
         self._descriptors[handle] = descriptor
+        self.process = f"process {peer.pid}" if peer.pid else f"user {peer.uid}"
         if len(self._descriptors) == len(self._sizes_bytes):
             self._complete.set()
 
-    async def take(self, timeout_s: float) -> list[int]:
-        """All descriptors in handle order; the caller owns them. Raises InvalidRequest if they do not come in time."""
+    async def wait(self, timeout_s: float) -> None:
+        """Return when all descriptors have come. Raises InvalidRequest if they do not come in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._complete.wait()
         except TimeoutError:
             missing = sorted(set(range(len(self._sizes_bytes))) - set(self._descriptors))
             raise InvalidRequest(f"descriptors of handles {missing} were not offered within {timeout_s:g} s") from None
+
+    def take(self) -> list[int]:
+        """Return all descriptors, which have come, in handle order; the caller owns them."""
         taken, self._descriptors = self._descriptors, {}
         return [taken[handle] for handle in range(len(self._sizes_bytes))]
 
@@ -74,4 +79,4 @@ class DescriptorDesk:
         inbox = self._inboxes.get(token)
         if inbox is None:
             raise InvalidRequest("no session waits for descriptors under this token")
-        inbox.offer(handle, size_bytes, descriptor)
+        inbox.offer(peer, handle, size_bytes, descriptor)

@@ -89,11 +89,12 @@ class GpuAgentEngine:
         self,
         wanted: Registration,
         on_event_waited: OnEventWaited = lambda event: None,
+        owner: str = "",
     ) -> EngineSession:
         """Open the keyspace at the index and check the rank against its grid.
 
         A broken earlier session of the same rank is ended first: when this returns nothing touches its blocks any more.
-        on_event_waited: see SessionEvents.
+        on_event_waited: see SessionEvents. owner: see `claim`.
         Raises KeyspaceMismatch, PartitionRefused, NotServed, InvalidRequest naming the argument, Overloaded (too many
         sessions), Draining.
         """
@@ -109,6 +110,7 @@ class GpuAgentEngine:
         if len(self._sessions) >= self.config.max_sessions:
             raise Overloaded(f"this agent serves {self.config.max_sessions} engine sessions at once")
         seen = self._seen.setdefault((opened.keyspace, rank.shards), SeenChunks(self.config.max_remembered_chunks))
+        self._check_share(owner)
         identity = EngineIdentity(
             rank=rank.opened(opened.keyspace),
             engine_name=wanted.engine_name,
@@ -119,9 +121,18 @@ class GpuAgentEngine:
         pool = self._pools(opened.keyspace, wanted.spec)
         events = SessionEvents(len(wanted.events), on_event_waited)
         session = EngineSession(identity, self._parts, pool, events, seen, self._forget)
+        session.owner = owner
         self._sessions[session] = None
         self.metrics.sessions.set(len(self._sessions))
         return session
+
+    def claim(self, session: EngineSession, owner: str) -> None:
+        """Count the session as its owner's: the address or process that has opened it. Empty: not counted.
+
+        Raises Overloaded when the owner has half of all sessions that may be open.
+        """
+        self._check_share(owner)
+        session.owner = owner
 
     async def close(self) -> None:
         """Take no more sessions and end all; running copies are waited for."""
@@ -130,6 +141,11 @@ class GpuAgentEngine:
             session.begin_close(Draining("this agent is shutting down"))
         await asyncio.gather(*(session.close() for session in self.sessions))
         await self.pulls.close()
+
+    def _check_share(self, owner: str) -> None:
+        count = sum(session.owner == owner for session in self._sessions) if owner else 0
+        if count >= max(1, self.config.max_sessions // 2):
+            raise Overloaded(f"half of all engine sessions are open, of {owner}: the rest is for others")
 
     async def _end_previous(self, session_id: bytes) -> None:
         for session in self.sessions:

@@ -30,7 +30,8 @@ class Registrar:
     ) -> None:
         """Take the session's descriptors if it has any, map its memory; sends `registered` and `ready`.
 
-        Raises InvalidRequest naming a handle that does not fit or is not offered in time.
+        Raises InvalidRequest naming a handle that does not fit or is not offered in time, Overloaded when the process
+        that offers them has half of all sessions.
         """
         if wanted.match_only:
             await session.only_match()
@@ -41,7 +42,9 @@ class Registrar:
         inbox = self.desk.open([handle.size_bytes for handle in shared] + [HOLD_FILE_BYTES] * wanted.hold_file)
         try:
             send(gpuagent_pb2.EngineResponse(registered=self._registered(session, inbox.token)))
-            descriptors = await inbox.take(OFFER_TIMEOUT_S)
+            await inbox.wait(OFFER_TIMEOUT_S)
+            self.engine.claim(session, inbox.process)
+            descriptors = inbox.take()
             # Nothing is awaited in between: the descriptors always have an owner.
             hold_file = HoldFile(descriptors.pop()) if wanted.hold_file else None
             handles = [replace(handle, descriptor=fd) for handle, fd in zip(shared, descriptors, strict=True)]

@@ -12,7 +12,7 @@ from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.registering import Registrar
 from kvpool_gpuagent.servicer_peers import CacheLender, outcome_to_proto, wanted_from_proto
 from kvpool_gpuagent.stream import EngineHandler, session_rules
-from kvpool_server.session_stream import SessionStream
+from kvpool_server.session_stream import SessionStream, peer_address
 
 
 class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):
@@ -29,7 +29,9 @@ class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):
     async def EngineSession(  # type: ignore[override]  # a coroutine that writes: its end is known when it is over
         self, request_iterator: AsyncIterator[gpuagent_pb2.EngineRequest], context: Any
     ) -> None:
-        stream = SessionStream(session_rules(self._engine.config), EngineHandler(self._registrar))
+        stream = SessionStream(
+            session_rules(self._engine.config), EngineHandler(self._registrar, peer_address(context.peer()))
+        )
         await stream.serve(request_iterator, context.write)
 
     async def GetAgentStatus(

@@ -103,6 +103,7 @@ class EngineSession:
         self.engine_name, self.keyspace_name = identity.engine_name, identity.keyspace_name
         self.hash_key, self._layers_per_progress = identity.hash_key, identity.layers_per_progress
         self.session_id = secrets.token_bytes(16)
+        self.owner = ""  # whose share of the agent's sessions it takes; see GpuAgentEngine.claim
         self.unmapped = asyncio.Event()
         self.ended: asyncio.Future[KvPoolError] = asyncio.get_running_loop().create_future()
         self.events = events

@@ -71,8 +71,9 @@ class EngineHandler:
     """One session. See kvpool_server.session_stream.SessionHandler: once `end` and all requests have ended, nothing
     touches the engine's memory."""
 
-    def __init__(self, registrar: Registrar) -> None:
-        self._registrar, self._config = registrar, registrar.engine.config
+    def __init__(self, registrar: Registrar, address: str) -> None:
+        """address: of the engine, as peer_address gives it."""
+        self._registrar, self._address, self._config = registrar, address, registrar.engine.config
         self._metrics, self._tracer = registrar.engine.metrics, registrar.engine.tracer
         self._kept: dict[int, tuple[int, asyncio.Future[bool]]] = {}
         self._opened: asyncio.Future[EngineSession] = asyncio.get_running_loop().create_future()
@@ -83,7 +84,7 @@ class EngineHandler:
 
         register = request.register
         wanted = registration_from_proto(register)
-        session = await self._registrar.engine.open_session(wanted, event_waited)
+        session = await self._registrar.engine.open_session(wanted, event_waited, self._address)
         self._opened.set_result(session)
         await self._registrar.map(session, wanted, send)
         peer = versions_from_proto(register.version)

@@ -29,10 +29,12 @@ async def test_descriptors_are_taken_in_handle_order() -> None:
     desk = DescriptorDesk()
     inbox = desk.open([10, 20])
     first, second = make_descriptor(), make_descriptor()
-    taking = asyncio.ensure_future(inbox.take(5.0))
+    waiting = asyncio.ensure_future(inbox.wait(5.0))
     desk.on_offer(PEER, inbox.token, 1, 20, second)
     desk.on_offer(PEER, inbox.token, 0, 10, first)
-    assert await taking == [first, second]
+    await waiting
+    assert inbox.take() == [first, second]
+    assert inbox.process == "process 1"
     desk.drop(inbox)
     assert is_open(first)  # the taker's
     os.close(first)
@@ -81,6 +83,6 @@ async def test_descriptors_that_do_not_come_are_named() -> None:
     descriptor = make_descriptor()
     desk.on_offer(PEER, inbox.token, 1, 20, descriptor)
     with pytest.raises(InvalidRequest, match=r"handles \[0, 2\] were not offered within 0.01 s"):
-        await inbox.take(0.01)
+        await inbox.wait(0.01)
     desk.drop(inbox)
     assert not is_open(descriptor)
