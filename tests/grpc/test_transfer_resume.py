@@ -10,6 +10,7 @@ from itertools import islice
 import grpc
 
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, StaleIncarnation
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
@@ -17,7 +18,6 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.frames import BulkFrame
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
 from kvpool_pagestore.bulk_servicer import PageTransferServicer, WriteMessage
-from kvpool_pagestore.engine_stop import StopSignal
 from kvpool_pagestore.ports import PullItem, RemoteSource
 from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors.errors import SyncErrors
@@ -161,7 +161,7 @@ class Pulling:
         self.peers = peers
         self.source = RemoteSource(node_id=b"n" * 16, incarnation=incarnation, bulk_endpoint=endpoint)
         self.reports: list[tuple[int, type[KvPoolError] | None, bool]] = []
-        self.stop = StopSignal()
+        self.stop = CancelToken()
 
     def pull(self, items: Sequence[tuple[PageKey, bytearray]]) -> None:
         wanted = [PullItem(key=page_key, destination=memoryview(buffer)) for page_key, buffer in items]

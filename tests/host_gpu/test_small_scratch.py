@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError
 from kvpool.core.spans import Int64s
 from kvpool_gpuagent.adapters.gpu_lane import RUN_BURST_BYTES, Lane, Transfer
@@ -65,7 +66,7 @@ class GatedMover(SlowMover):
 
 
 def transfer(mover: SlowMover, pages: CopyBatch) -> Transfer:
-    return Transfer(mover, pages, lambda: False, asyncio.get_running_loop().create_future())
+    return Transfer(mover, pages, CancelToken(), asyncio.get_running_loop().create_future())
 
 
 def make_lane(runtime: HostRuntime, scratch_bytes: int, broken: list[KvPoolError]) -> Lane:
@@ -161,7 +162,7 @@ async def test_a_loop_that_has_ended_does_not_take_the_lane_with_it() -> None:
     mover, broken = SlowMover(), list[KvPoolError]()
     lane = make_lane(HostRuntime(memory_bytes=5 * MIB), 4 * MIB, broken)
     gone = asyncio.new_event_loop()
-    forgotten = Transfer(mover, batch(1), lambda: False, gone.create_future())
+    forgotten = Transfer(mover, batch(1), CancelToken(), gone.create_future())
     gone.close()
     try:
         lane.submit(forgotten)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvpool.core import layout_presets
+from kvpool.core.cancel import CancelToken
 from kvpool.core.elements import Dtype
 from kvpool.core.errors import KvPoolError
 from kvpool.core.geometry import AttentionKind, KvGroup
@@ -135,7 +136,9 @@ async def test_long_runs_need_no_kernels_and_no_scratch() -> None:
 
 async def test_a_stop_ends_what_has_not_begun_and_a_cancelled_caller_waits_for_what_has() -> None:
     async with host_cache(make_spec(), layout_presets.vllm_nhd_layout, path=Path.RUNS) as world:
-        assert not await world.cache.gather(batch_of([world.page(0, [0, 1])]), lambda: True)
+        stop = CancelToken()
+        stop.cancel()
+        assert not await world.cache.gather(batch_of([world.page(0, [0, 1])]), stop)
         world.runtime.gate.clear()
         task = asyncio.ensure_future(world.gather([world.page(0, [0, 1])]))
         await eventually(lambda: bool(world.runtime.copied_runs))
@@ -150,7 +153,7 @@ async def test_a_stop_ends_what_has_not_begun_and_a_cancelled_caller_waits_for_w
 async def test_nothing_to_move_moves_nothing() -> None:
     async with host_cache(make_spec(), layout_presets.vllm_nhd_layout, path=Path.RUNS) as world:
         nothing = batch_of([world.page(0, [0, 1])]).part(0, 0)
-        assert await world.cache.gather(nothing, lambda: False)
+        assert await world.cache.gather(nothing, CancelToken())
         await world.cache.scatter(nothing)
         assert not world.runtime.copied_runs
 

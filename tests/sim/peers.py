@@ -55,9 +55,9 @@ class SimPeers:
         ends_at_s = loop.time() + deadline_s
         broken: KvPoolError | None = None if serving else ServiceUnavailable("nobody listens there")
         if stop is not None:
-            stop.on_stop(lambda: loop.call_soon_threadsafe(answers.put_nowait, (-1, None, None, False)))
+            stop.on_cancel(lambda: loop.call_soon_threadsafe(answers.put_nowait, (-1, None, None, False)))
         try:
-            while unsettled and broken is None and not (stop is not None and stop.stopped):
+            while unsettled and broken is None and not (stop is not None and stop.cancelled):
                 index, error, data, last = wait_for(loop, _next(answers, ends_at_s - loop.time()))
                 if index < 0:
                     broken = error

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, NotServed, Stopped
 from kvpool.core.layout import EngineLayout
 from kvpool_gpuagent.core.pulls import SourceName
 from kvpool_gpuagent.core.requests import Rank
 from kvpool_gpuagent.ports import Device, MappedHandle, PeerCache
-from kvpool_gpuagent.waiting import StopSignal
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Borrowed:
 
     def __init__(self, loan: CacheLoan, cache: PeerCache, keyspace: bytes) -> None:
         self.loan, self.cache, self.keyspace = loan, cache, keyspace
-        self._uses: set[StopSignal] = set()
+        self._uses: set[CancelToken] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._ending = False
@@ -75,7 +75,7 @@ class Borrowed:
         return self._idle.is_set()
 
     @contextmanager
-    def use(self, stop: StopSignal) -> Iterator[None]:
+    def use(self, stop: CancelToken) -> Iterator[None]:
         """Read it as long as the block runs; `stop` is set when it has to end. Raises Stopped."""
         if self._ending or self.loan.ended.is_set():
             raise Stopped("the source session has ended, or its agent cannot be reached any more")
@@ -92,7 +92,7 @@ class Borrowed:
         """Tell users to stop, wait for them, unmap, give back. Never raises."""
         self._ending = True
         for stop in self._uses:
-            stop.set()
+            stop.cancel()
         await self._idle.wait()
         try:
             await self.cache.close()

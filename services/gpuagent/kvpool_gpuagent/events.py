@@ -13,9 +13,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.ipc import EngineEvent
 from kvpool_gpuagent.core.events import EventLedger
-from kvpool_gpuagent.waiting import StopSignal, until_stopped
+from kvpool_gpuagent.waiting import until_cancelled
 
 _FIRST_PAUSE_S = 0.0002  # the event loop rounds it up to a millisecond
 MAX_PAUSE_S = 0.002
@@ -46,11 +47,11 @@ class SessionEvents:
             self._ledger.use(event)
         return UsedEvent(event, self._ledger, self._on_waited)
 
-    async def use_announced(self, event: EngineEvent | None, stop: StopSignal, wait_s: float) -> UsedEvent:
+    async def use_announced(self, event: EngineEvent | None, stop: CancelToken, wait_s: float) -> UsedEvent:
         """The same for calls beside the session's stream: an announcement that is on its way there is waited for.
         Raises also Stopped, DeadlineExceeded."""
         if event is not None and self._ledger.is_ahead(event):
-            await until_stopped(self._announced(event), stop, wait_s)
+            await until_cancelled(self._announced(event), stop, wait_s)
         return self.use(event)
 
     async def _announced(self, event: EngineEvent) -> None:
@@ -80,7 +81,7 @@ class UsedEvent:
         if event is not None and self._ledger.end_use(event):
             self._on_waited(event)
 
-    async def passed(self, ask: Callable[[int], Awaitable[bool]], stop: StopSignal, wait_s: float | None) -> None:
+    async def passed(self, ask: Callable[[int], Awaitable[bool]], stop: CancelToken, wait_s: float | None) -> None:
         """Return when the engine's work has ended. Raises Stopped, DeadlineExceeded, what `ask` raises.
 
         ask: ports.EngineCache.event_passed.
@@ -88,7 +89,7 @@ class UsedEvent:
         event = self._event
         if event is None or self._ledger.has_passed(event):
             return
-        await until_stopped(self._asked(ask, event), stop, wait_s)
+        await until_cancelled(self._asked(ask, event), stop, wait_s)
         if self._ledger.note_passed(event):
             self._on_waited(event)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Overloaded
 from kvpool.core.grid import shards_in
 from kvpool_gpuagent.config import GpuAgentConfig
@@ -23,7 +24,7 @@ from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, Rank, page_spa
 from kvpool_gpuagent.locations import ChainLocations
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import PagePool
-from kvpool_gpuagent.waiting import StopSignal, until_stopped
+from kvpool_gpuagent.waiting import cancellation, until_cancelled
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class LeaseRun:
         self._shards = [list(shards_in(source[1])) for source in sources]
         self._slots: list[PageSlots] = []
 
-    async def take(self, stop: StopSignal, ends_at_s: float) -> LeaseOutcome:
+    async def take(self, stop: CancelToken, ends_at_s: float) -> LeaseOutcome:
         """Have chunks staged, leading ones first, and hold as many of them as the share allows. Never raises
         KvPoolError: what was not to be had ends the lease before it."""
         held = await self._take_range(range(self._share.held_chunks), stop, ends_at_s, keeps=True)
@@ -59,9 +60,9 @@ class LeaseRun:
         self._share.keep_only(held)
         return LeaseOutcome(held_chunks=held, staged_chunks=staged)
 
-    async def keep(self, stop: StopSignal, ends_at_s: float) -> None:
+    async def keep(self, stop: CancelToken, ends_at_s: float) -> None:
         """Hold what was taken until `stop`, the time's end, or the end of the pool's session."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._pool.broken)]
+        waits = [asyncio.ensure_future(cancellation(stop)), asyncio.ensure_future(self._pool.broken.wait())]
         try:
             if self._slots:
                 remaining_s = max(0.0, ends_at_s - asyncio.get_running_loop().time())
@@ -78,7 +79,7 @@ class LeaseRun:
             await self._pool.release(some)
         self._share.end()
 
-    async def _take_range(self, chunks: range, stop: StopSignal, ends_at_s: float, *, keeps: bool) -> int:
+    async def _take_range(self, chunks: range, stop: CancelToken, ends_at_s: float, *, keeps: bool) -> int:
         """How many leading chunks of the range came."""
         at = chunks.start
         while at < chunks.stop:
@@ -89,7 +90,7 @@ class LeaseRun:
                 break
         return at - chunks.start
 
-    async def _take_window(self, chunks: range, stop: StopSignal, ends_at_s: float, keeps: bool) -> int:
+    async def _take_window(self, chunks: range, stop: CancelToken, ends_at_s: float, keeps: bool) -> int:
         positions = np.repeat(
             np.arange(len(chunks), dtype=np.int32), [len(self._shards[position]) for position in chunks]
         )
@@ -109,7 +110,7 @@ class LeaseRun:
         came = 0
         try:
             if remaining_s > 0:
-                await until_stopped(take(), stop, remaining_s)
+                await until_cancelled(take(), stop, remaining_s)
         except KvPoolError as error:
             _log.debug("a lease ends early: %s", error)
         finally:
@@ -124,7 +125,7 @@ class LeaseRun:
 
 @dataclass(slots=True)
 class _Running:
-    stop: StopSignal = field(default_factory=StopSignal)
+    stop: CancelToken = field(default_factory=CancelToken)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     holding: asyncio.Task[None] | None = None  # once its request is answered
 
@@ -182,12 +183,12 @@ class SessionLeases:
         """End a lease; unknown ones are ignored (they may have ended)."""
         running = self._running.get(request_id)
         if running is not None:
-            running.stop.set()
+            running.stop.cancel()
 
     def stop_all(self) -> None:
         """End all soon."""
         for running in self._running.values():
-            running.stop.set()
+            running.stop.cancel()
 
     async def wait_ended(self) -> None:
         """Return when none holds a slot any more; none is begun meanwhile, and `stop_all` was called."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool.core.grid import shards_in
 from kvpool.core.spans import Bytes, Int32s, Int64s
@@ -19,7 +20,7 @@ from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, R
 from kvpool_gpuagent.events import EnginePassed
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PagePool
-from kvpool_gpuagent.waiting import StopSignal, until_stopped
+from kvpool_gpuagent.waiting import until_cancelled
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class LoadRun:
         self._copy_began_s = float("inf")
 
     async def run(
-        self, report: ReportProgress, stop: StopSignal, ends_at_s: float, passed: EnginePassed
+        self, report: ReportProgress, stop: CancelToken, ends_at_s: float, passed: EnginePassed
     ) -> LoadOutcome:
         """Load what can be loaded; never raises. When it returns nothing touches the blocks any more.
 
@@ -118,7 +119,7 @@ class LoadRun:
             await asyncio.gather(*tasks)
         return self._outcome()
 
-    async def _load_window(self, window: slice, order: int, stop: StopSignal, ends_at_s: float) -> None:
+    async def _load_window(self, window: slice, order: int, stop: CancelToken, ends_at_s: float) -> None:
         """Settle every page of a window: copied, or its chunk failed. Never raises."""
         positions, shards = self._positions[window], self._shards[window]
         wanted = positions < self._first_failed
@@ -143,7 +144,7 @@ class LoadRun:
         shards: Bytes,
         order: int,
         unsettled: np.ndarray[tuple[int], np.dtype[np.bool_]],
-        stop: StopSignal,
+        stop: CancelToken,
         ends_at_s: float,
     ) -> None:
         """Clears what settles in `unsettled`; every slot that was yielded is released when this ends."""
@@ -176,7 +177,7 @@ class LoadRun:
                         self._settle(shards[page : page + 1])
 
         try:
-            await until_stopped(take(), stop, remaining_s)
+            await until_cancelled(take(), stop, remaining_s)
         finally:
             for copy in alone:
                 await copy
@@ -184,11 +185,11 @@ class LoadRun:
                 if isinstance(result, BaseException):
                     raise result
 
-    async def _copy(self, slots: PageSlots, positions: Int32s, shards: Bytes, order: int, stop: StopSignal) -> None:
+    async def _copy(self, slots: PageSlots, positions: Int32s, shards: Bytes, order: int, stop: CancelToken) -> None:
         """Move what is still wanted of the pages, and release all of them."""
         loop = asyncio.get_running_loop()
         try:
-            if stop.is_set():
+            if stop.cancelled:
                 raise Stopped("the load was cancelled or its engine left")
             wanted = positions < self._first_failed
             if wanted.any():

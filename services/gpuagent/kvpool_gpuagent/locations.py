@@ -7,6 +7,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.chunks import GROUP_CHUNKS
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import KvPoolError
@@ -14,7 +15,7 @@ from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, Rank
 from kvpool_gpuagent.core.sources import SourceRun, source_runs
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import IndexPort, PagePool
-from kvpool_gpuagent.waiting import StopSignal, until_stopped
+from kvpool_gpuagent.waiting import until_cancelled
 
 
 class SeenChunks:
@@ -55,7 +56,7 @@ class ChainLocations:
         group_head = hashes[held_chunks - held_chunks % GROUP_CHUNKS]
         return await self._lookup(hashes[held_chunks:], held_chunks, group_head)
 
-    async def sources_of(self, span: ChunkSpan, stop: StopSignal, ends_at_s: float) -> list[ChunkSource]:
+    async def sources_of(self, span: ChunkSpan, stop: CancelToken, ends_at_s: float) -> list[ChunkSource]:
         """Where each chunk was seen, and which of its shards to read; asks the index only for chunks that no recent
         match named. Never raises."""
         hashes = span.hashes
@@ -63,10 +64,10 @@ class ChainLocations:
         if None in seen:
             remaining_s = max(0.0, ends_at_s - asyncio.get_running_loop().time())
             try:
-                await until_stopped(self._lookup(hashes, span.first_index, span.group_head(0)), stop, remaining_s)
+                await until_cancelled(self._lookup(hashes, span.first_index, span.group_head(0)), stop, remaining_s)
             except KvPoolError:
                 # Without the index what this host holds can still be loaded.
-                if not stop.is_set():
+                if not stop.cancelled:
                     self._metrics.index_failures.inc()
             seen = [self._seen.get(chunk_hash) for chunk_hash in hashes]
         unseen: ChunkSource = ((), self._rank.shards)

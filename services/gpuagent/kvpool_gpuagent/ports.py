@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
@@ -20,10 +21,6 @@ from kvpool.core.spans import PageSpan
 from kvpool_gpuagent.core.pages import AcquiredPages, CopyBatch, PageSlots, ReservedPages
 
 BlockIds = npt.NDArray[np.int64]
-
-
-StopFlag = Callable[[], bool]
-"""Asked between bursts, from any thread; True means that nothing more may be started."""
 
 
 class EngineCache(Protocol):
@@ -47,11 +44,11 @@ class EngineCache(Protocol):
         """
         ...
 
-    async def gather(self, batch: CopyBatch, stop: StopFlag) -> bool:
+    async def gather(self, batch: CopyBatch, stop: CancelToken) -> bool:
         """Fill the payloads of pages from the cache; headers and sum tables are left to others.
 
         The engine's work that these blocks wait for has ended. Returns whether all pages are complete; False only if
-        `stop` said so.
+        `stop` was cancelled: it is asked between bursts, from any thread, and after it nothing more is started.
         """
         ...
 
@@ -141,13 +138,13 @@ class Device(Protocol):
         """Map a cache that another agent serves, for reading. Raises as `check` and `map_cache` do."""
         ...
 
-    async def pull(self, destination: EngineCache, parts: Sequence[PullPart], stop: StopFlag) -> PulledBytes:
+    async def pull(self, destination: EngineCache, parts: Sequence[PullPart], stop: CancelToken) -> PulledBytes:
         """Copy rows of peers' caches, which are other memory, into a cache, in as few launches as can be.
 
         Sources are caches of `map_cache` or of `map_peer`, each at most once, none of them closed before this has
         ended. Once it has returned, or raised, or its cancelled caller has got CancelledError, it touches no memory any
-        more. Raises NotServed where there is no GPU or no way between two of them, Stopped if `stop` said so before it
-        began, KvPoolError when the GPU fails; the destination's slots then hold anything.
+        more. Raises NotServed where there is no GPU or no way between two of them, Stopped if `stop` was cancelled
+        before it began, KvPoolError when the GPU fails; the destination's slots then hold anything.
         """
         ...
 

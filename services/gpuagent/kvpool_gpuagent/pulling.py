@@ -119,7 +119,7 @@ class PeerPulls:
         pulls.end(pull_id)
         use = pulls.running.get(pull_id)
         if use is not None:
-            use.stop.set()
+            use.stop.cancel()
             await use.ended.wait()
         elif after is not None and session.is_open:
             self._drop_event(session, after)
@@ -141,7 +141,7 @@ class PeerPulls:
             await after.passed(use.cache.event_passed, use.stop, max(0.0, ends_at_s - loop.time()))
             if loop.time() > ends_at_s:
                 raise DeadlineExceeded("the pull had not begun within wait_ms")
-            moved = await self._device.pull(use.cache, _parts(sources, cells, wanted), use.stop.is_set)
+            moved = await self._device.pull(use.cache, _parts(sources, cells, wanted), use.stop)
             await asyncio.gather(*(source.check() for source in sources.values()))
         return PullOutcome(moved, tuple(cells))
 

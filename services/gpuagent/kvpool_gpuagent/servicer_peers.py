@@ -16,7 +16,7 @@ from kvpool_gpuagent.core.pulls import SourceName, TokenPull, WantedPull
 from kvpool_gpuagent.engine import GpuAgentEngine
 from kvpool_gpuagent.pulling import PullOutcome
 from kvpool_gpuagent.session import CacheUse, EngineSession
-from kvpool_gpuagent.waiting import until_stopped
+from kvpool_gpuagent.waiting import cancellation, until_cancelled
 
 LENT_BACK_S = 5.0  # a borrower that still has copies running then reads on, but none of them will count
 
@@ -91,7 +91,7 @@ class CacheLender:
 
 
 async def _answer(requests: Requests, write: Write, use: CacheUse) -> None:
-    ending = asyncio.ensure_future(use.stop.wait())
+    ending = asyncio.ensure_future(cancellation(use.stop))
     reading = asyncio.ensure_future(anext(requests, None))
     try:
         while True:
@@ -104,7 +104,7 @@ async def _answer(requests: Requests, write: Write, use: CacheUse) -> None:
             if request.check <= 0:
                 raise InvalidRequest(f"check must be > 0, got {request.check}")
             # A borrower that reads no answers must not keep the session from ending.
-            await until_stopped(write(gpuagent_pb2.LendCacheResponse(alive=request.check)), use.stop)
+            await until_cancelled(write(gpuagent_pb2.LendCacheResponse(alive=request.check)), use.stop)
             reading = asyncio.ensure_future(anext(requests, None))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LENT_BACK_S):

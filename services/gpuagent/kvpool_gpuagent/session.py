@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Overloaded, Stopped
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.payload import chunk_bytes
@@ -30,7 +31,6 @@ from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, EngineCache, IndexPort, MappedHandle, PagePool
 from kvpool_gpuagent.storing import AskKept, StoreRun
 from kvpool_gpuagent.traced_cache import traced
-from kvpool_gpuagent.waiting import StopSignal
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class EngineMatch:
 
 @dataclass(slots=True)
 class _Running:
-    """Work on the engine's memory that can be told to stop."""
+    """Work on the engine's memory, which can be cancelled."""
 
-    stop: StopSignal = field(default_factory=StopSignal)
+    stop: CancelToken = field(default_factory=CancelToken)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -56,7 +56,7 @@ class CacheUse:
     """Use of a session's cache by what is none of its own loads and stores; see EngineSession.lend."""
 
     cache: EngineCache
-    stop: StopSignal  # set when the session wants its end
+    stop: CancelToken  # cancelled when the session wants its end
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -241,7 +241,7 @@ class EngineSession:
         self._leases.cancel(request_id)
         running = self._running.get(request_id)
         if running is not None:
-            running.stop.set()
+            running.stop.cancel()
 
     @property
     def is_open(self) -> bool:
@@ -249,12 +249,12 @@ class EngineSession:
         return self._cache is not None and self._closing is None
 
     @contextmanager
-    def lend(self, stop: StopSignal | None = None) -> Iterator[CacheUse]:
+    def lend(self, stop: CancelToken | None = None) -> Iterator[CacheUse]:
         """The cache, as long as the block runs: a close of the session sets `stop` and waits for the block's end.
 
         stop: to be shared with other uses. Raises Stopped while the session closes, InvalidRequest before it is ready.
         """
-        use = CacheUse(self._ready_cache(), stop or StopSignal())
+        use = CacheUse(self._ready_cache(), stop or CancelToken())
         self._uses.add(use)
         try:
             yield use
@@ -269,7 +269,7 @@ class EngineSession:
             self.ended.set_result(reason)
         if self._closing is None:
             for stop in (*(run.stop for run in self._running.values()), *(use.stop for use in self._uses)):
-                stop.set()
+                stop.cancel()
             self._leases.stop_all()
             self._closing = asyncio.ensure_future(self._close())
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import ArenaFull, KvPoolError, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
@@ -19,7 +20,7 @@ from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, page_sp
 from kvpool_gpuagent.events import EnginePassed
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PagePool
-from kvpool_gpuagent.waiting import StopSignal, until_stopped
+from kvpool_gpuagent.waiting import until_cancelled
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class StoreRun:
         self._written = np.zeros(span.chunk_count, dtype=np.int64)
         self._ended: KvPoolError | None = None  # why nothing more is stored
 
-    async def run(self, ask_kept: AskKept, stop: StopSignal, passed: EnginePassed) -> StoreOutcome:
+    async def run(self, ask_kept: AskKept, stop: CancelToken, passed: EnginePassed) -> StoreOutcome:
         """Store what can be stored. A failure of some pages fails their chunks, never the request.
 
         passed: awaited before anything is reserved, so that no slot waits behind an engine's work, and before the first
@@ -134,7 +135,7 @@ class StoreRun:
         before: asyncio.Future[bool],
         asked: asyncio.Future[bool],
         ask_kept: AskKept,
-        stop: StopSignal,
+        stop: CancelToken,
     ) -> None:
         """Copy a window out and commit it. Never raises. before, asked: whether the engine kept the blocks of all
         earlier windows, and of this one too."""
@@ -142,7 +143,7 @@ class StoreRun:
             await self._abort_failed(window)
             await self._gather(window, stop)
             # In order: the engine is asked about leading chunks.
-            if not await before or not await until_stopped(ask_kept(window.chunks.stop), stop):
+            if not await before or not await until_cancelled(ask_kept(window.chunks.stop), stop):
                 raise Stopped("the engine did not keep the blocks until they were copied out")
             asked.set_result(True)
         except Exception as error:
@@ -155,10 +156,10 @@ class StoreRun:
             if window.slots.count:
                 await self._pool.abort(window.take())
 
-    async def _reserve(self, chunks: range, stop: StopSignal) -> _Window:
+    async def _reserve(self, chunks: range, stop: CancelToken) -> _Window:
         positions = np.repeat(np.arange(len(chunks), dtype=np.int32), self._shards.size)
         span = page_span(self._rank, self._span, chunks, positions, np.tile(self._shards, len(chunks)))
-        answer = await until_stopped(self._pool.reserve(span, self._span.chain_head), stop)
+        answer = await until_cancelled(self._pool.reserve(span, self._span.chain_head), stop)
         for admission, pages in ((Admission.EXISTS, answer.exists), (Admission.PENDING, answer.pending)):
             if pages.size:
                 self._metrics.deduplicated_pages.labels(admission.name.lower()).inc(pages.size)
@@ -172,7 +173,7 @@ class StoreRun:
         if failed.size and window.slots.count:
             await self._pool.abort(window.take(failed))
 
-    async def _gather(self, window: _Window, stop: StopSignal) -> None:
+    async def _gather(self, window: _Window, stop: CancelToken) -> None:
         slots = window.slots
         if slots.count:
             batch = CopyBatch(
@@ -181,7 +182,7 @@ class StoreRun:
                 self._span.block_ids[window.positions],
                 np.zeros(slots.count, dtype=np.int64),
             )
-            if not await self._cache.gather(batch, stop.is_set):
+            if not await self._cache.gather(batch, stop):
                 raise Stopped("the store was cancelled or its engine left before all was copied out")
         reach("gpuagent.store.gathered")
 

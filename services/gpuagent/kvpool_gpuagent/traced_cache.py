@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.tracing import PAGES, SERVED_PAGES, Span, Tracer
 from kvpool_gpuagent.core.pages import CopyBatch
-from kvpool_gpuagent.ports import EngineCache, StopFlag
+from kvpool_gpuagent.ports import EngineCache
 
 
 def traced(cache: EngineCache, tracer: Tracer) -> EngineCache:
@@ -22,7 +23,7 @@ class TracedCache:
         """See ports.EngineCache. Asked again and again: no span."""
         return await self._cache.event_passed(slot)
 
-    async def gather(self, batch: CopyBatch, stop: StopFlag) -> bool:
+    async def gather(self, batch: CopyBatch, stop: CancelToken) -> bool:
         """See ports.EngineCache."""
         with self._tracer.part("gpuagent.gather") as span:
             _describe(span, batch)

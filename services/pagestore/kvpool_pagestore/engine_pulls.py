@@ -17,6 +17,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, StaleIncarnation, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
@@ -27,7 +28,6 @@ from kvpool_pagestore.core.retention import inherited
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine_context import EngineContext, Staging
 from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_stop import StopSignal
 from kvpool_pagestore.ports import IndexLink, PageMetadata, PeerPages, PullItem, RemoteSource, Workers
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class PullStream:
     source: RemoteSource
     pages: dict[int, tuple[Pulled, Slot]] = field(default_factory=dict)
     metadata: dict[int, PageMetadata] = field(default_factory=dict)  # of the source, written by its thread
-    stop: StopSignal = field(default_factory=StopSignal)
+    stop: CancelToken = field(default_factory=CancelToken)
     moved_s: float = 0.0
     complete: bool = False  # all its pages are in `pages`, or were
     stalled: bool = False
@@ -320,7 +320,7 @@ class Pulls:
             peer = self._peers.get(source.bulk_endpoint)
             for stream in peer.streams if peer is not None else ():
                 if stream.complete and all(one.settled for one, _ in stream.pages.values()):
-                    stream.stop.stop()
+                    stream.stop.cancel()
 
     # Hedging
 
@@ -373,7 +373,7 @@ class Pulls:
 
     def _abandon(self, stream: PullStream) -> None:
         stream.stalled = True
-        stream.stop.stop()
+        stream.stop.cancel()
 
     def _hedge(self, page: Pulled) -> None:
         if not self._delay.enabled or page.settled or page.hedge is not None or not page.sources:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 # Plain values of the whole code base, named here too so that adapters find all they need in one place.
+from kvpool.core.cancel import CancelToken
 from kvpool.core.cluster import LiveNode, NodeInfo
 from kvpool.core.cluster import LocationChange as LocationChange
 from kvpool.core.cluster import PageMetadata as PageMetadata
@@ -203,19 +204,6 @@ class PushItem:
     metadata: PageMetadata
 
 
-class Stop(Protocol):
-    """Whether a transfer is still wanted. Asked, and told, from any thread."""
-
-    @property
-    def stopped(self) -> bool:
-        """True once it is not; for ever."""
-        ...
-
-    def on_stop(self, act: Callable[[], object]) -> None:
-        """Have `act` called when the transfer is stopped, at once if it is already. It replaces an earlier one."""
-        ...
-
-
 class PeerPages(Protocol):
     """Pages of other nodes. Blocks; called from worker threads."""
 
@@ -226,7 +214,7 @@ class PeerPages(Protocol):
         items: Sequence[PullItem],
         deadline_s: float,
         on_page: Callable[[int, KvPoolError | None, bool], None],
-        stop: Stop,
+        stop: CancelToken,
     ) -> None:
         """Stream pages of one keyspace into their slots. Calls on_page(item index, error, hit) once per item.
 

@@ -13,8 +13,8 @@ import pytest
 from kvpool.client.engine_items import TierTokens
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import LoadStop
 from kvpool.client.request_stats import RequestStats
+from kvpool.core.cancel import CancelToken
 from kvpool.core.chunks import ROOT_HASH, chunk_hashes
 from kvpool.core.errors import (
     DeadlineExceeded,
@@ -163,13 +163,13 @@ async def test_loads_that_run_at_once_keep_apart_what_computing_them_would_cost(
 
 async def test_a_load_that_is_stopped_ends_when_the_agent_says_so_and_asks_for_no_more() -> None:
     async with pool(max_request_chunks=2) as (cache, stream, _):
-        stop = LoadStop()
+        stop = CancelToken()
         loading = asyncio.create_task(
             cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4, timeout_s=60.0, stop=stop)
         )
         request = await stream.next("load")
-        stop.ask()
-        stop.ask()
+        stop.cancel()
+        stop.cancel()
         cancel = await stream.next("cancel")
         assert cancel.cancel.target_request_id == request.request_id
         assert not loading.done(), "the agent may still write"
@@ -181,8 +181,8 @@ async def test_a_load_that_is_stopped_ends_when_the_agent_says_so_and_asks_for_n
 
 async def test_a_load_that_is_stopped_before_it_begins_touches_nothing() -> None:
     async with pool() as (cache, _, _):
-        stop = LoadStop()
-        stop.ask()
+        stop = CancelToken()
+        stop.cancel()
         report = await cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4, stop=stop)
         assert (report.loaded_chunks, report.hold.ended) == (0, True)
         assert isinstance(report.error, Stopped)
@@ -190,9 +190,9 @@ async def test_a_load_that_is_stopped_before_it_begins_touches_nothing() -> None
 
 async def test_a_part_that_begins_while_its_load_is_stopped_is_cancelled() -> None:
     cancelled: list[int] = []
-    stop = LoadStop()
-    stop.ask()
-    stop.begun(lambda: cancelled.append(1))
+    stop = CancelToken()
+    stop.cancel()
+    stop.on_cancel(lambda: cancelled.append(1))
     assert cancelled == [1]
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.pool_values import LoadReport, LoadStop
+from kvpool.client.pool_values import LoadReport
 from kvpool.connectors.vllm.orders import LoadEnd, StepOrders
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import ServiceUnavailable
 from tests.unit.connectors.test_vllm_worker import Pool, World, end_of
 
@@ -18,14 +19,14 @@ def test_a_cancelled_load_is_stopped_and_still_ends_for_the_engine() -> None:
             stops.append(values["stop"])
             return await super().load(chain, blocks, **values)
 
-    stops: list[LoadStop] = []
+    stops: list[CancelToken] = []
     world = World(StoppedPool(loaded=1))
     world.link.held = True
     world.load()
     world.side.start_loads(StepOrders(step=2, cancel=["r", "unknown"]))
     assert world.side.take_received() == set()
     world.link.go()
-    assert stops[0].asked
+    assert stops[0].cancelled
     assert world.side.take_received() == {"r"}
     end = end_of(world)
     assert isinstance(end, LoadEnd)
@@ -34,7 +35,7 @@ def test_a_cancelled_load_is_stopped_and_still_ends_for_the_engine() -> None:
     world.link.go()
     world.link.held = False
     world.load()
-    assert not stops[1].asked
+    assert not stops[1].cancelled
     end = end_of(world)
     assert isinstance(end, LoadEnd)
     assert not end.cancelled

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.core import layout_presets
+from kvpool.core.cancel import CancelToken
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.geometry import AttentionKind, KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.grid import ShardGrid
@@ -21,7 +22,7 @@ from kvpool.core.payload import payload_bytes
 from kvpool_gpuagent.adapters.cpu_cache import CpuCache
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
 from kvpool_gpuagent.core.pages import CopyBatch
-from kvpool_gpuagent.ports import MappedHandle, StopFlag
+from kvpool_gpuagent.ports import MappedHandle
 
 Bytes = npt.NDArray[np.uint8]
 LAYERS, HEADS, DIM, CHUNK = 4, 4, 8, 32
@@ -105,9 +106,9 @@ class Cache:
     mapped: CpuCache
     device: CpuDevice
 
-    def gather(self, pages: Sequence[Page], block_ids: npt.NDArray[np.int64], stop: StopFlag = lambda: False) -> bool:
+    def gather(self, pages: Sequence[Page], block_ids: npt.NDArray[np.int64], stop: CancelToken | None = None) -> bool:
         """All of one chunk."""
-        return asyncio.run(self.mapped.gather(batch_of(pages, block_ids), stop))
+        return asyncio.run(self.mapped.gather(batch_of(pages, block_ids), stop or CancelToken()))
 
     def scatter(self, pages: Sequence[Page], block_ids: npt.NDArray[np.int64], skip_tokens: int = 0) -> None:
         asyncio.run(self.mapped.scatter(batch_of(pages, block_ids, skip_tokens)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.geometry import KvGroup
@@ -22,7 +23,6 @@ from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, R
 from kvpool_gpuagent.loading import LoadRun
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.storing import StoreRun
-from kvpool_gpuagent.waiting import StopSignal
 from tests.fixtures.agent_fakes import Faults, MemoryCache, MemoryCluster, MemoryPool
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 4, 8),), dtype=Dtype.BF16, chunk_tokens=32)
@@ -82,7 +82,7 @@ class Bench:
     cluster: MemoryCluster = field(default_factory=MemoryCluster)
     window_pages: int = 16
     grid: ShardGrid = GRID
-    stop: StopSignal = field(default_factory=StopSignal)
+    stop: CancelToken = field(default_factory=CancelToken)
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()

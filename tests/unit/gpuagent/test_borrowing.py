@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KeyspaceMismatch
 from kvpool.testing import eventually
 from kvpool_gpuagent import borrowing
 from kvpool_gpuagent.borrowing import Borrowings
 from kvpool_gpuagent.core.pulls import SourceName
 from kvpool_gpuagent.core.requests import Rank
-from kvpool_gpuagent.waiting import StopSignal
 
 RIGHT, WRONG = b"k" * 16, b"w" * 16
 
@@ -91,9 +91,9 @@ async def test_a_cache_that_was_just_borrowed_is_not_given_back_for_those_in_use
     agents.may_answer.set()
     borrowings = Borrowings(cast(Any, Device()), agents)
     first = await borrowings.get(source(1), rank(RIGHT))
-    with first.use(StopSignal()):
+    with first.use(CancelToken()):
         second = await borrowings.get(source(2), rank(RIGHT))
-        with second.use(StopSignal()):
+        with second.use(CancelToken()):
             assert not second.loan.ended.is_set()
     third = await borrowings.get(source(3), rank(RIGHT))
     assert first.loan.ended.is_set()
@@ -110,7 +110,7 @@ async def test_a_loan_that_has_just_ended_is_not_handed_out_again() -> None:
     first.loan.ended.set()
     second = await borrowings.get(source(1), rank(RIGHT))
     assert second is not first and agents.asked == 2
-    with second.use(StopSignal()):
+    with second.use(CancelToken()):
         pass
     assert await borrowings.get(source(1), rank(RIGHT)) is second
     await borrowings.close()

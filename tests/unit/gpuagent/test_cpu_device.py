@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool.core import layout_presets
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import MappedSegment
@@ -101,7 +102,7 @@ async def test_a_session_leaves_no_descriptor_and_no_mapping() -> None:
     payload = payload_bytes(spec, ShardGrid.of(spec), 0)
     page = Page(0, np.zeros(page_bytes(payload), dtype=np.uint8), payload)
     batch = batch_of([page], np.arange(4))
-    assert await cache.gather(batch, lambda: False)
+    assert await cache.gather(batch, CancelToken())
     await cache.scatter(batch)
     await cache.close()
     await cache.close()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.spans import Int64s
 from kvpool.testing import eventually
 from kvpool_gpuagent.adapters.gpu_copies import Issued
@@ -65,7 +66,7 @@ class Link:
         names = np.array([name], dtype=np.int64)
         batch = CopyBatch(names, np.zeros(1, np.uint8), names[:, np.newaxis], np.zeros(1, np.int64), order)
         moving = asyncio.get_running_loop().create_future()
-        self.lane.submit(Transfer(self.mover, batch, lambda: False, moving))
+        self.lane.submit(Transfer(self.mover, batch, CancelToken(), moving))
         self._moving.append(moving)
 
     async def order(self) -> list[int]:

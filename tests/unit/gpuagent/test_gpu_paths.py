@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 import pytest
 
+from kvpool.core.cancel import CancelToken
 from kvpool_gpuagent.adapters.gpu_cache import Direction
 from kvpool_gpuagent.adapters.gpu_copies import Mover
 from kvpool_gpuagent.adapters.gpu_lane import Lane
@@ -40,4 +41,4 @@ def test_a_batch_takes_the_copy_engine_alone_if_all_its_runs_are_long_or_nothing
 
 
 async def test_a_batch_of_no_page_is_moved_without_a_lane() -> None:
-    assert await Direction(cast(Lane, None), RUNS, None, np.array([True])).move(batch(), lambda: False)
+    assert await Direction(cast(Lane, None), RUNS, None, np.array([True])).move(batch(), CancelToken())

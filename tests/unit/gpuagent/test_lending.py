@@ -8,12 +8,12 @@ from typing import cast
 
 import pytest
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import Stopped
 from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent import servicer_peers
 from kvpool_gpuagent.ports import EngineCache
 from kvpool_gpuagent.session import CacheUse
-from kvpool_gpuagent.waiting import StopSignal
 from tests.fixtures.patience import PATIENCE_S
 
 
@@ -35,10 +35,10 @@ async def test_a_borrower_that_reads_nothing_is_not_waited_for(monkeypatch: pyte
             await asyncio.Event().wait()
         written.append(response)
 
-    use = CacheUse(cast(EngineCache, None), StopSignal())
+    use = CacheUse(cast(EngineCache, None), CancelToken())
     answering = asyncio.ensure_future(servicer_peers._answer(checks(), write, use))
     await is_stuck.wait()
-    use.stop.set()
+    use.stop.cancel()
     with pytest.raises(Stopped):
         await asyncio.wait_for(answering, PATIENCE_S)
 
@@ -53,7 +53,7 @@ async def test_the_end_is_said_to_who_does_not_read_for_so_long_and_no_longer(mo
     async def write(response: gpuagent_pb2.LendCacheResponse) -> None:
         await asyncio.Event().wait()
 
-    use = CacheUse(cast(EngineCache, None), StopSignal())
-    use.stop.set()
+    use = CacheUse(cast(EngineCache, None), CancelToken())
+    use.stop.cancel()
     with pytest.raises(Stopped, match="kept its cache"):
         await asyncio.wait_for(servicer_peers._answer(silent(), write, use), PATIENCE_S)

@@ -270,7 +270,7 @@ async def test_a_stop_ends_the_load_after_the_copies_that_have_begun(step: str) 
 
     def stop(now: str) -> None:
         if now == step:
-            bench.stop.set()
+            bench.stop.cancel()
 
     bench.faults.before = stop
     outcome = await bench.load(range(4))
@@ -285,7 +285,7 @@ async def test_a_stop_does_not_wait_for_a_page_that_does_not_come() -> None:
     bench.faults.gates["page 1 0"] = asyncio.Event()
     loading = asyncio.ensure_future(bench.load(range(2)))
     await eventually(lambda: "page 1 0" in bench.faults.steps)
-    bench.stop.set()
+    bench.stop.cancel()
     outcome = await asyncio.wait_for(loading, PATIENCE_S)
     assert isinstance(outcome.error, Stopped)
     bench.nothing_is_out()
@@ -297,7 +297,7 @@ async def test_a_stop_waits_for_a_scatter_that_has_begun() -> None:
     bench.faults.gates["scatter"] = asyncio.Event()
     loading = asyncio.ensure_future(bench.load(range(1)))
     await eventually(lambda: bench.cache.running > 0)
-    bench.stop.set()
+    bench.stop.cancel()
     await asyncio.sleep(0)
     assert not loading.done()
     bench.faults.gates["scatter"].set()

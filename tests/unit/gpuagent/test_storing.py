@@ -185,7 +185,7 @@ async def test_a_stop_ends_the_store_after_the_copies_that_have_begun(step: str)
 
     def stop(now: str) -> None:
         if now == step and bench.faults.steps.count(step) == (6 if step == "gather" else 2):
-            bench.stop.set()
+            bench.stop.cancel()
 
     bench.faults.before = stop
     outcome = await bench.store(range(4))
@@ -200,7 +200,7 @@ async def test_a_stop_does_not_wait_for_an_engine_that_never_answers_kept() -> N
     bench.faults.gates["kept"] = asyncio.Event()
     storing = asyncio.ensure_future(bench.store(range(1)))
     await eventually(lambda: bench.gathered == [1])
-    bench.stop.set()
+    bench.stop.cancel()
     outcome = await asyncio.wait_for(storing, PATIENCE_S)
     assert isinstance(outcome.failed[0], Stopped)
     bench.nothing_is_out()
@@ -211,7 +211,7 @@ async def test_a_stop_does_not_wait_for_slots() -> None:
     bench.faults.gates["reserve"] = asyncio.Event()
     storing = asyncio.ensure_future(bench.store(range(1)))
     await eventually(lambda: "reserve" in bench.faults.steps)
-    bench.stop.set()
+    bench.stop.cancel()
     outcome = await asyncio.wait_for(storing, PATIENCE_S)
     assert set(outcome.failed) == {0}
     bench.nothing_is_out()

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, Stopped
 from kvpool_gpuagent.adapters.budget import Budget
-from kvpool_gpuagent.waiting import StopSignal, until_stopped
+from kvpool_gpuagent.waiting import until_cancelled
 
 
 async def value(result: int = 7) -> int:
@@ -22,14 +23,14 @@ async def never(ended: list[str]) -> int:
 
 
 async def test_work_that_ends_first_is_answered() -> None:
-    assert await until_stopped(value(), StopSignal()) == 7
+    assert await until_cancelled(value(), CancelToken()) == 7
 
 
 async def test_a_stop_cancels_the_work_and_waits_for_it() -> None:
-    stop, ended = StopSignal(), list[str]()
-    waiting = asyncio.ensure_future(until_stopped(never(ended), stop))
+    stop, ended = CancelToken(), list[str]()
+    waiting = asyncio.ensure_future(until_cancelled(never(ended), stop))
     await asyncio.sleep(0)
-    stop.set()
+    stop.cancel()
     with pytest.raises(Stopped):
         await waiting
     assert ended == ["cancelled"]
@@ -38,20 +39,20 @@ async def test_a_stop_cancels_the_work_and_waits_for_it() -> None:
 async def test_the_time_may_be_up() -> None:
     ended = list[str]()
     with pytest.raises(DeadlineExceeded):
-        await until_stopped(never(ended), StopSignal(), timeout_s=0.01)
+        await until_cancelled(never(ended), CancelToken(), timeout_s=0.01)
     assert ended == ["cancelled"]
 
 
 async def test_after_a_stop_nothing_is_begun() -> None:
-    stop, ended = StopSignal(), list[str]()
-    stop.set()
+    stop, ended = CancelToken(), list[str]()
+    stop.cancel()
     with pytest.raises(Stopped):
-        await until_stopped(never(ended), stop)
+        await until_cancelled(never(ended), stop)
     assert ended == []
 
 
 async def test_a_result_that_comes_with_the_cancellation_is_not_lost() -> None:
-    stop = StopSignal()
+    stop = CancelToken()
 
     async def stubborn() -> int:
         try:
@@ -60,16 +61,16 @@ async def test_a_result_that_comes_with_the_cancellation_is_not_lost() -> None:
             return 5
         return 0
 
-    waiting = asyncio.ensure_future(until_stopped(stubborn(), stop))
+    waiting = asyncio.ensure_future(until_cancelled(stubborn(), stop))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    stop.set()
+    stop.cancel()
     assert await waiting == 5
 
 
 async def test_a_cancelled_caller_leaves_nothing_running() -> None:
     ended = list[str]()
-    waiting = asyncio.ensure_future(until_stopped(never(ended), StopSignal()))
+    waiting = asyncio.ensure_future(until_cancelled(never(ended), CancelToken()))
     for _ in range(5):
         await asyncio.sleep(0)
     waiting.cancel()
@@ -79,13 +80,13 @@ async def test_a_cancelled_caller_leaves_nothing_running() -> None:
 
 
 async def test_a_task_that_stops_its_own_wait_is_not_cancelled_after_it() -> None:
-    stop = StopSignal()
+    stop = CancelToken()
 
     async def stops_itself() -> int:
-        stop.set()
+        stop.cancel()
         return 3
 
-    assert await until_stopped(stops_itself(), stop) == 3
+    assert await until_cancelled(stops_itself(), stop) == 3
     await asyncio.sleep(0)  # would raise
     task = asyncio.current_task()
     assert task is not None
@@ -93,10 +94,10 @@ async def test_a_task_that_stops_its_own_wait_is_not_cancelled_after_it() -> Non
 
 
 async def test_a_stop_and_a_caller_that_leaves_at_once_cancel_the_caller() -> None:
-    stop, ended = StopSignal(), list[str]()
-    waiting = asyncio.ensure_future(until_stopped(never(ended), stop))
+    stop, ended = CancelToken(), list[str]()
+    waiting = asyncio.ensure_future(until_cancelled(never(ended), stop))
     await asyncio.sleep(0)
-    stop.set()
+    stop.cancel()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

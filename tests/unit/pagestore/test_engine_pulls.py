@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.clock import Clock
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Stopped
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.testing import ManualClock, eventually
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.ports import PullItem, RemoteSource, Stop, Workers
+from kvpool_pagestore.ports import PullItem, RemoteSource, Workers
 from tests.fixtures.pagestore import (
     SLOT_BYTES,
     Running,
@@ -54,16 +55,16 @@ class StuckPeers(ScriptedPeers):
         items: Sequence[PullItem],
         deadline_s: float,
         on_page: Callable[[int, KvPoolError | None, bool], None],
-        stop: Stop,
+        stop: CancelToken,
     ) -> None:
         self.calls.append(source)
-        if stop.stopped:
+        if stop.cancelled:
             for index in range(len(items)):
                 on_page(index, Stopped("not wanted"), False)
             return
         if source.incarnation < 10:
             woken = threading.Event()
-            stop.on_stop(woken.set)
+            stop.on_cancel(woken.set)
             while not (woken.is_set() or self.go.is_set()):
                 woken.wait(0.005)
             if woken.is_set():

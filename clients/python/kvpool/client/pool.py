@@ -16,10 +16,11 @@ from kvpool.client.fds import offer_fd
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.hashing import Chain
 from kvpool.client.pool_loads import LoadTerms, load_windows
-from kvpool.client.pool_values import LoadReport, LoadStop, LoadTicket, OnProgress, PrefixMatch, StoreTicket
+from kvpool.client.pool_values import LoadReport, LoadTicket, OnProgress, PrefixMatch, StoreTicket
 from kvpool.client.request_spans import end_with_stores, note_loaded, note_matched, request_span
 from kvpool.client.request_stats import RequestStats
 from kvpool.client.retry import Backoff
+from kvpool.core.cancel import CancelToken
 from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.ipc import EngineEvent
@@ -101,7 +102,7 @@ class KvPool:
         timeout_s: float | None = None,
         on_progress: OnProgress | None = None,
         after: EngineEvent | None = None,
-        stop: LoadStop | None = None,
+        stop: CancelToken | None = None,
         compute_us_per_token: float = 0.0,
     ) -> LoadReport:
         """Load chunks [first_chunk, end_chunk) into the engine's blocks.
@@ -118,7 +119,7 @@ class KvPool:
             grace_s=self._config.load_grace_s,
             on_progress=on_progress,
             after=after,
-            stop=stop or LoadStop(),
+            stop=stop or CancelToken(),
             explain=self._explain,
             compute_us_per_token=compute_us_per_token,
         )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kvpool.client.engine_items import ChunkSpan, LoadOutcome, TierTokens
 from kvpool.client.engine_requests import LoadHandle
 from kvpool.client.gpuagent import EngineSession
-from kvpool.client.pool_values import BlockHold, LoadReport, LoadStop, OnProgress
+from kvpool.client.pool_values import BlockHold, LoadReport, OnProgress
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Stopped
 from kvpool.core.ipc import EngineEvent
 
@@ -23,7 +24,7 @@ class LoadTerms:
     grace_s: float
     on_progress: OnProgress | None
     after: EngineEvent | None
-    stop: LoadStop
+    stop: CancelToken
     explain: Callable[[KvPoolError], KvPoolError]
     compute_us_per_token: float = 0.0
 
@@ -64,7 +65,7 @@ async def _load_span(
 ) -> LoadOutcome:
     loop = asyncio.get_running_loop()
     handle: LoadHandle | None = None
-    if terms.stop.asked:
+    if terms.stop.cancelled:
         return LoadOutcome(0, error=Stopped("nobody needs the load any more"))
     try:
         wait_s = max(0.001, ends_at_s - loop.time())
@@ -77,7 +78,7 @@ async def _load_span(
                 compute_us_per_token=terms.compute_us_per_token,
             )
         handles.append(handle)
-        terms.stop.begun(handle.cancel)
+        terms.stop.on_cancel(handle.cancel)
         return await handle.done(max(0.0, ends_at_s - loop.time()) + terms.grace_s)
     except TimeoutError:
         return LoadOutcome(0, error=DeadlineExceeded("the agent takes no more loads now"))

@@ -78,28 +78,6 @@ class BlockHold:
             await handle.wait_hold()
 
 
-class LoadStop:
-    """Ends a load early for a caller that does not need it any more, and who still hears of its end: blocks are his
-    again when the agent says that nothing writes to them. Belongs to the event loop."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._cancels: list[Callable[[], None]] = []
-
-    def begun(self, cancel: Callable[[], None]) -> None:
-        """A part of the load has begun; `cancel` ends it, also one that has ended."""
-        self._cancels.append(cancel)
-        if self.asked:
-            cancel()
-
-    def ask(self) -> None:
-        """Have what runs end soon, and nothing begin. Idempotent."""
-        if not self.asked:
-            self.asked = True
-            for cancel in self._cancels:
-                cancel()
-
-
 OnProgress = Callable[[int, tuple[int, ...]], None]
 
 

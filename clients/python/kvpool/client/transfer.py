@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 import grpc
 
@@ -23,6 +23,7 @@ from kvpool.client.transfer_batches import (
     ReadBatch,
     WriteBatch,
 )
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.tracing import NO_TRACER, Tracer
@@ -51,19 +52,6 @@ _CHANNEL_OPTIONS: Final = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.enable_http_proxy", 0),
 ]
-
-
-class TransferStop(Protocol):
-    """Whether a transfer is still wanted. Asked, and told, from any thread."""
-
-    @property
-    def stopped(self) -> bool:
-        """True once it is not; for ever."""
-        ...
-
-    def on_stop(self, act: Callable[[], object]) -> None:
-        """Have `act` called when the transfer is stopped, at once if it is already. It replaces an earlier one."""
-        ...
 
 
 class PageTransferClient:
@@ -99,7 +87,7 @@ class PageTransferClient:
         *,
         timeout_s: float,
         expected_incarnation: int = 0,
-        stop: TransferStop | None = None,
+        stop: CancelToken | None = None,
     ) -> None:
         """Read pages into their destinations. Never raises a KvPoolError: what goes wrong is reported per item.
 
@@ -158,12 +146,12 @@ class PageTransferClient:
         batch: ReadBatch | WriteBatch,
         attempt: Callable[[grpc.Channel, float], None],
         ends_at_s: float,
-        stop: TransferStop | None = None,
+        stop: CancelToken | None = None,
     ) -> KvPoolError:
         """Run the call until all has settled or there is no point in going on; the error for what has not."""
         error: KvPoolError = ServiceUnavailable(f"{self._endpoint} answered nothing")
         for _ in range(_ATTEMPTS):
-            if batch.settled or (stop is not None and stop.stopped):
+            if batch.settled or (stop is not None and stop.cancelled):
                 break
             remaining_s = ends_at_s - time.monotonic()
             if remaining_s <= 0:
@@ -176,7 +164,7 @@ class PageTransferClient:
                 error = raised
             if not isinstance(error, ServiceUnavailable):
                 break
-        if stop is not None and stop.stopped:
+        if stop is not None and stop.cancelled:
             return Stopped(f"pages of {self._endpoint} are not wanted any more")
         return error
 
@@ -242,7 +230,7 @@ class _ReadAttempt:
         request: pb.ReadPagesRequest,
         batch: ReadBatch,
         metadata: tuple[tuple[str, str], ...],
-        stop: TransferStop | None,
+        stop: CancelToken | None,
     ) -> None:
         self._request = request
         self._batch = batch
@@ -255,19 +243,20 @@ class _ReadAttempt:
         method = channel.unary_stream(_READ_PAGES, pb.ReadPagesRequest.SerializeToString, decode_page_frame)
         call = method(self._request, timeout=timeout_s, metadata=self._metadata)
         stop = self._stop
-        if stop is not None:
-            stop.on_stop(call.cancel)
+        remove = stop.on_cancel(call.cancel) if stop is not None else None
         try:
             frame: BulkFrame
             for frame in call:
-                if stop is not None and stop.stopped:  # what has arrived before would still be handed out
+                if stop is not None and stop.cancelled:  # what has arrived before would still be handed out
                     break
                 self._batch.take(frame)
         except grpc.RpcError as error:
-            if stop is None or not stop.stopped:
+            if stop is None or not stop.cancelled:
                 raise
             raise Stopped("the transfer was stopped") from error  # which says nothing about the connection
         finally:
+            if remove is not None:
+                remove()
             call.cancel()  # nothing to a call that has ended
 
 

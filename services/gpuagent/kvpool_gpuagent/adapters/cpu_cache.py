@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec
@@ -21,7 +22,6 @@ from kvpool.core.payload_codec import decode_payload, encode_payload
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
 from kvpool_gpuagent.adapters.cpu_rows import Bytes, ShardRows
 from kvpool_gpuagent.core.pages import CopyBatch
-from kvpool_gpuagent.ports import StopFlag
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class CpuCache:
         """See ports.EngineCache. A CPU engine's writes are in place when it asks: it has no events to register."""
         raise InvalidRequest("a CPU cache has no device events; leave the event unset")
 
-    async def gather(self, batch: CopyBatch, stop: StopFlag) -> bool:
+    async def gather(self, batch: CopyBatch, stop: CancelToken) -> bool:
         """See ports.EngineCache."""
         done = await self._threads.run_all([partial(self._gather_part, part, stop) for part in self._shares(batch)])
         return all(done)
@@ -68,11 +68,11 @@ class CpuCache:
         share = max(1, -(-batch.count // self._threads.thread_count))
         return [batch.part(start, share) for start in range(0, batch.count, share)]
 
-    def _gather_part(self, batch: CopyBatch, stop: StopFlag) -> bool:
+    def _gather_part(self, batch: CopyBatch, stop: CancelToken) -> bool:
         for address, shard, block_ids in zip(
             batch.addresses.tolist(), batch.shards.tolist(), batch.block_ids, strict=True
         ):
-            if stop():
+            if stop.cancelled:
                 return False
             shape, rows = self._payloads[shard], self._rows[shard]
             payload = _payload_at(address, shape.payload_bytes)

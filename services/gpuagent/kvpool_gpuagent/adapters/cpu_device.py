@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import IpcEvent, MappedSegment
@@ -20,7 +21,7 @@ from kvpool.core.layout import EngineLayout
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
 from kvpool_gpuagent.adapters.cpu_cache import CpuCache, close_mappings
 from kvpool_gpuagent.adapters.link_speed import cpu_link
-from kvpool_gpuagent.ports import EngineCache, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
+from kvpool_gpuagent.ports import EngineCache, MappedHandle, PeerCache, PulledBytes, PullPart
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14; the mmap module of Python 3.11 does not name it
 _POPULATE_STEP_BYTES = 4 << 20  # 0.3 ms under the GIL
@@ -79,7 +80,7 @@ class CpuDevice:
         """See ports.Device.map_peer."""
         raise _no_peers()
 
-    async def pull(self, destination: EngineCache, parts: Sequence[PullPart], stop: StopFlag) -> PulledBytes:
+    async def pull(self, destination: EngineCache, parts: Sequence[PullPart], stop: CancelToken) -> PulledBytes:
         """See ports.Device.pull."""
         raise _no_peers()
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError, NotServed
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.ipc import IpcEvent, MappedSegment
@@ -24,7 +25,7 @@ from kvpool_gpuagent.adapters.gpu_peer import PeerPuller
 from kvpool_gpuagent.adapters.gpu_transfers import TransferEngine
 from kvpool_gpuagent.adapters.link_speed import gpu_link
 from kvpool_gpuagent.adapters.peer_memory import PeerMemory
-from kvpool_gpuagent.ports import EngineCache, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
+from kvpool_gpuagent.ports import EngineCache, MappedHandle, PeerCache, PulledBytes, PullPart
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class CudaDevice:
         self.check(spec, layout, handles, [])
         return self._peer_memory(spec, layout, handles)
 
-    async def pull(self, destination: EngineCache, parts: Sequence[PullPart], stop: StopFlag) -> PulledBytes:
+    async def pull(self, destination: EngineCache, parts: Sequence[PullPart], stop: CancelToken) -> PulledBytes:
         """See ports.Device.pull. The kernel runs on the GPU of the destination's cache."""
         return await self._peers.pull(destination, parts, stop)
 

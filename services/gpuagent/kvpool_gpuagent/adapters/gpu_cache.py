@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.core.cancel import CancelToken
 from kvpool_gpuagent.adapters.gpu_copies import Mover
 from kvpool_gpuagent.adapters.gpu_lane import Lane
 from kvpool_gpuagent.adapters.peer_memory import PeerMemory
 from kvpool_gpuagent.core.pages import CopyBatch
-from kvpool_gpuagent.ports import StopFlag
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Direction:
         assert mover is not None
         return mover
 
-    async def move(self, batch: CopyBatch, stop: StopFlag) -> bool:
+    async def move(self, batch: CopyBatch, stop: CancelToken) -> bool:
         """See Lane.move."""
         return await self.lane.move(self.mover(batch), batch, stop) if batch.count else True
 
@@ -63,13 +63,13 @@ class GpuCache:
         """See ports.EngineCache."""
         return self._event_passed(slot)
 
-    async def gather(self, batch: CopyBatch, stop: StopFlag) -> bool:
+    async def gather(self, batch: CopyBatch, stop: CancelToken) -> bool:
         """See ports.EngineCache."""
         return await self.store.move(batch, stop)
 
     async def scatter(self, batch: CopyBatch) -> None:
         """See ports.EngineCache."""
-        await self.load.move(batch, lambda: False)
+        await self.load.move(batch, CancelToken())
 
     async def close(self) -> None:
         """See ports.EngineCache."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError
 from kvpool.core.spans import Int64s
 from kvpool_gpuagent.adapters.finishing import finished
@@ -25,7 +26,6 @@ from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
 from kvpool_gpuagent.core.pages import FIRST_WINDOW_ORDER, CopyBatch
-from kvpool_gpuagent.ports import StopFlag
 
 _log = logging.getLogger(__name__)
 
@@ -68,11 +68,11 @@ class BurstSizer:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One call: its pages, in order. `settled` gets True, or False if `stop` said so."""
+    """One call: its pages, in order. `settled` gets True, or False if `stop` was cancelled."""
 
     mover: Mover
     batch: CopyBatch
-    stop: StopFlag
+    stop: CancelToken
     settled: asyncio.Future[bool]
     ends_bytes: Int64s = field(init=False)  # [N]: bytes of a page and all before it
     issued: int = 0  # leading pages that went into bursts
@@ -145,9 +145,9 @@ class Lane:
         self._closed = False
         self._threads: list[threading.Thread] = []
 
-    async def move(self, mover: Mover, batch: CopyBatch, stop: StopFlag) -> bool:
-        """Move pages; False if `stop` said so. A cancelled caller gets CancelledError once nothing is running any more.
-        Raises KvPoolError."""
+    async def move(self, mover: Mover, batch: CopyBatch, stop: CancelToken) -> bool:
+        """Move pages; False if `stop` was cancelled. A cancelled caller gets CancelledError once nothing is running any
+        more. Raises KvPoolError."""
         transfer = Transfer(mover, batch, stop, asyncio.get_running_loop().create_future())
         self.submit(transfer)
         settled, cancelled = await finished(transfer.settled)
@@ -232,7 +232,7 @@ class Lane:
                 self._changed.wait()
 
     def _drop_stopped(self) -> None:
-        for transfer in [transfer for transfer in self._pending if transfer.stop()]:
+        for transfer in [transfer for transfer in self._pending if transfer.stop.cancelled]:
             transfer.stopped = True
             self._pending.remove(transfer)
             if transfer.over:

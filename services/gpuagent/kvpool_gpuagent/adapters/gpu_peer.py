@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError, NotServed, Stopped
 from kvpool_gpuagent.adapters.finishing import finished
 from kvpool_gpuagent.adapters.gpu_cache import GpuCache
@@ -26,7 +27,7 @@ from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Int64s, Stream
 from kvpool_gpuagent.adapters.peer_memory import PeerMemory
 from kvpool_gpuagent.core.peer_planes import CacheSide, PeerPlanes, peer_planes
 from kvpool_gpuagent.kernels.peer_pull import PullPlanes, pull_rows, pull_shape
-from kvpool_gpuagent.ports import PeerCache, PulledBytes, PullPart, StopFlag
+from kvpool_gpuagent.ports import PeerCache, PulledBytes, PullPart
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class PeerPuller:
         self._runtime_of, self._programs, self._on_broken = runtime_of, programs, on_broken
         self._lanes: dict[int, _PullLane] = {}
 
-    async def pull(self, destination: PeerCache, parts: Sequence[PullPart], stop: StopFlag) -> PulledBytes:
+    async def pull(self, destination: PeerCache, parts: Sequence[PullPart], stop: CancelToken) -> PulledBytes:
         """See ports.Device.pull."""
         own = memory_of(destination)
         rows = [_PeerRows(memory_of(part.source), part.layers, part.heads, part.slots) for part in parts]
@@ -116,7 +117,7 @@ class _PullLane:
         self._slots = torch.zeros(0, dtype=torch.int64)  # pinned; read by the launches of the pull that runs
         self._broken: KvPoolError | None = None
 
-    def pull(self, destination: PeerMemory, parts: Sequence[_PeerRows], stop: StopFlag) -> PulledBytes:
+    def pull(self, destination: PeerMemory, parts: Sequence[_PeerRows], stop: CancelToken) -> PulledBytes:
         if self._broken is not None:
             raise self._broken
         try:
@@ -129,7 +130,7 @@ class _PullLane:
         except Exception as error:  # nothing was launched
             _log.error("a pull from a peer's cache could not be prepared", exc_info=error)
             raise KvPoolError(f"the pull could not be prepared on the GPU ({error}); recompute these tokens") from error
-        if stop():
+        if stop.cancelled:
             raise Stopped("the pull was ended before it began")
         started_s = time.perf_counter()
         try:

@@ -11,11 +11,12 @@ from typing import Final
 from kvpool.client.tls import TlsCredentials
 from kvpool.client.transfer import PageToRead, PageTransferClient
 from kvpool.client.transfer_batches import PageToWrite
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable, SessionBusy
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.tracing import NO_TRACER, Tracer
-from kvpool_pagestore.ports import PullItem, PushItem, RemoteSource, Stop
+from kvpool_pagestore.ports import PullItem, PushItem, RemoteSource
 
 _PEERS_MAX: Final = 32  # connections kept; those of peers long unused are closed first
 
@@ -47,7 +48,7 @@ class GrpcPeerPages:
         items: Sequence[PullItem],
         deadline_s: float,
         on_page: Callable[[int, KvPoolError | None, bool], None],
-        stop: Stop,
+        stop: CancelToken,
     ) -> None:
         """`deadline_s`: seconds from now. Items of another keyspace than the first one's are refused."""
         pages = [PageToRead(key=item.key, destination=item.destination, on_metadata=item.on_metadata) for item in items]

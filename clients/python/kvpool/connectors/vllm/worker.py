@@ -18,7 +18,7 @@ from typing import Any
 
 from kvpool.client.engine_items import TierTokens
 from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import BlockHold, LoadReport, LoadStop, LoadTicket
+from kvpool.client.pool_values import BlockHold, LoadReport, LoadTicket
 from kvpool.connectors.vllm.engine_work import EngineWork, WorkPoint
 from kvpool.connectors.vllm.layer_loads import LayerLoads
 from kvpool.connectors.vllm.link import PoolLink, unreachable
@@ -26,6 +26,7 @@ from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreE
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.turns import Turns
 from kvpool.connectors.vllm.worker_stores import WorkerStores
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, PageMissing, ServiceUnavailable, Stopped
 
 _LOADS_MAX = 40  # at once: an agent takes 64 loads and stores of a session
@@ -38,7 +39,7 @@ _IDLE_WAIT_S = 0.002
 class _Load:
     order: LoadOrder
     started_s: float
-    stop: LoadStop = field(default_factory=LoadStop)
+    stop: CancelToken = field(default_factory=CancelToken)
 
 
 class WorkerSide:
@@ -126,7 +127,7 @@ class WorkerSide:
         order, waited_s = load.order, self._now_s() - load.started_s
         if not order.hashes:
             raise InvalidRequest("nothing is known of this load")
-        if load.stop.asked:
+        if load.stop.cancelled:
             raise Stopped("the load is no longer needed")
         pool = self._link.pool
         if pool is None:
@@ -151,10 +152,10 @@ class WorkerSide:
 
     def _cancel(self, load: _Load) -> None:
         if load in self._waiting:
-            load.stop.ask()  # nothing of it has begun
+            load.stop.cancel()  # nothing of it has begun
             return
         with suppress(ServiceUnavailable):  # closed: then it ends anyway
-            self._link.start(partial(_ask, load.stop))
+            self._link.start(partial(_cancel, load.stop))
 
     def start_stores(self, orders: StepOrders) -> None:
         """Begin them after this step's work, and hold the blocks of requests that the engine gave up to us."""
@@ -279,7 +280,7 @@ class WorkerSide:
             staging_tokens=tokens.staging,
             disk_tokens=tokens.disk,
             remote_tokens=tokens.remote,
-            cancelled=load.stop.asked,
+            cancelled=load.stop.cancelled,
             late=report is not None and isinstance(report.error, DeadlineExceeded),
             gone=report is not None and isinstance(report.error, (PageCorrupt, PageMissing)),
             failure=failure,
@@ -294,5 +295,5 @@ class WorkerSide:
             self._received.add(order.request_id)
 
 
-async def _ask(stop: LoadStop) -> None:
-    stop.ask()
+async def _cancel(stop: CancelToken) -> None:
+    stop.cancel()
