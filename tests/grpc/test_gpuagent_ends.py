@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.engine_items import ChunkSpan, load_to_proto, store_to_proto
+from kvpool.client.engine_items import load_to_proto, store_to_proto
 from kvpool.client.hashing import Chain
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, Stopped
+from kvpool.core.spans import ChunkRange
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent import registering
@@ -43,7 +44,7 @@ def chain_of(registered: Any, chunk_count: int) -> Chain:
     return Chain.of(registered.hash_key, tokens, SPEC.chunk_tokens)
 
 
-def load(span: ChunkSpan) -> gpuagent_pb2.EngineLoadRequest:
+def load(span: ChunkRange) -> gpuagent_pb2.EngineLoadRequest:
     return load_to_proto(span, 60_000)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.engine_items import ChunkSpan
 from kvpool.core.elements import Dtype
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.layout import EngineLayout, LayerLayout
+from kvpool.core.spans import ChunkRange
 from tests.fixtures.agent import BLOCKS_PER_CHUNK, prompt, run_load, run_store
 from tests.fixtures.gpu_agent import GpuEngine
 from tests.fixtures.host_agent import SPEC, host_agent
@@ -20,8 +20,8 @@ from tests.fixtures.host_gpu import Path
 BLOCKS = 12 * BLOCKS_PER_CHUNK
 
 
-def with_blocks(position: int, *ids: int, skip_tokens: int = 0) -> Callable[[ChunkSpan], ChunkSpan]:
-    def change(span: ChunkSpan) -> ChunkSpan:
+def with_blocks(position: int, *ids: int, skip_tokens: int = 0) -> Callable[[ChunkRange], ChunkRange]:
+    def change(span: ChunkRange) -> ChunkRange:
         block_ids = span.block_ids.copy()
         block_ids[position] = ids
         return replace(span, block_ids=block_ids, skip_tokens=skip_tokens)
@@ -29,11 +29,11 @@ def with_blocks(position: int, *ids: int, skip_tokens: int = 0) -> Callable[[Chu
     return change
 
 
-def twice(span: ChunkSpan) -> ChunkSpan:
+def twice(span: ChunkRange) -> ChunkRange:
     return with_blocks(1, *span.block_ids[0].tolist())(span)
 
 
-def too_few(span: ChunkSpan) -> ChunkSpan:
+def too_few(span: ChunkRange) -> ChunkRange:
     return replace(span, block_ids=span.block_ids[:, :3])
 
 

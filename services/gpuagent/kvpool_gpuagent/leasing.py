@@ -17,10 +17,11 @@ import numpy.typing as npt
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Overloaded
 from kvpool.core.grid import shards_in
+from kvpool.core.spans import ChunkRange
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.leases import LeaseBudget, LeaseShare, PageNeed
 from kvpool_gpuagent.core.pages import PageSlots
-from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, Rank, page_span
+from kvpool_gpuagent.core.requests import ChunkSource, Rank, page_span
 from kvpool_gpuagent.locations import ChainLocations
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import PagePool
@@ -42,7 +43,7 @@ class LeaseRun:
     """One lease: `take`, then `keep`. What it holds is released when `keep` returns, or `give_back`."""
 
     def __init__(
-        self, rank: Rank, span: ChunkSpan, sources: Sequence[ChunkSource], pool: PagePool, share: LeaseShare
+        self, rank: Rank, span: ChunkRange, sources: Sequence[ChunkSource], pool: PagePool, share: LeaseShare
     ) -> None:
         """sources: of each chunk. share: of the agent's budget; given back with the slots."""
         self._rank, self._span, self._pool, self._share = rank, span, pool, share
@@ -150,7 +151,7 @@ class SessionLeases:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._running
 
-    async def lease(self, request_id: int, span: ChunkSpan, hold_s: float, *, hold_only: bool = False) -> LeaseOutcome:
+    async def lease(self, request_id: int, span: ChunkRange, hold_s: float, *, hold_only: bool = False) -> LeaseOutcome:
         """Begin a lease; it goes on when this returns. hold_s: 0 or less: as long as may be. hold_only: what cannot be
         held is not staged either.
 

@@ -13,10 +13,10 @@ import numpy as np
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool.core.grid import shards_in
-from kvpool.core.spans import Bytes, Int32s, Int64s
+from kvpool.core.spans import Bytes, ChunkRange, Int32s, Int64s
 from kvpool_gpuagent.core.bandwidth import CopiedBytes, LoadSource
 from kvpool_gpuagent.core.pages import FIRST_WINDOW_ORDER, CopyBatch, PageSlots
-from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, Rank, page_span, window_of
+from kvpool_gpuagent.core.requests import ChunkSource, LoadOutcome, Rank, page_span, window_of
 from kvpool_gpuagent.events import EnginePassed
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PagePool
@@ -46,7 +46,7 @@ class LoadRun:
     def __init__(
         self,
         rank: Rank,
-        span: ChunkSpan,
+        span: ChunkRange,
         sources: Sequence[ChunkSource],
         pool: PagePool,
         cache: EngineCache,

@@ -11,7 +11,8 @@ from kvpool.core.cancel import CancelToken
 from kvpool.core.chunks import GROUP_CHUNKS
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import KvPoolError
-from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, Rank
+from kvpool.core.spans import ChunkRange
+from kvpool_gpuagent.core.requests import ChunkSource, Rank
 from kvpool_gpuagent.core.sources import SourceRun, source_runs
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import IndexPort, PagePool
@@ -56,7 +57,7 @@ class ChainLocations:
         group_head = hashes[held_chunks - held_chunks % GROUP_CHUNKS]
         return await self._lookup(hashes[held_chunks:], held_chunks, group_head)
 
-    async def sources_of(self, span: ChunkSpan, stop: CancelToken, ends_at_s: float) -> list[ChunkSource]:
+    async def sources_of(self, span: ChunkRange, stop: CancelToken, ends_at_s: float) -> list[ChunkSource]:
         """Where each chunk was seen, and which of its shards to read; asks the index only for chunks that no recent
         match named. Never raises."""
         hashes = span.hashes
@@ -64,7 +65,9 @@ class ChainLocations:
         if None in seen:
             remaining_s = max(0.0, ends_at_s - asyncio.get_running_loop().time())
             try:
-                await until_cancelled(self._lookup(hashes, span.first_index, span.group_head(0)), stop, remaining_s)
+                await until_cancelled(
+                    self._lookup(hashes, span.first_chunk_index, span.group_head(0)), stop, remaining_s
+                )
             except KvPoolError:
                 # Without the index what this host holds can still be loaded.
                 if not stop.cancelled:
@@ -73,23 +76,23 @@ class ChainLocations:
         unseen: ChunkSource = ((), self._rank.shards)
         return [source or unseen for source in seen]
 
-    def forget(self, span: ChunkSpan) -> None:
+    def forget(self, span: ChunkRange) -> None:
         """A remembered location misled the load of this span: the next one asks the index again."""
         self._seen.clear()
-        self._index.forget(self._query(span.chunk_hashes, span.first_index, span.group_head(0)))
+        self._index.forget(self._query(span.chunk_hashes, span.first_chunk_index, span.group_head(0)))
 
-    def _query(self, chunk_hashes: bytes, first_index: int, group_head: bytes) -> ChainQuery:
+    def _query(self, chunk_hashes: bytes, first_chunk_index: int, group_head: bytes) -> ChainQuery:
         return ChainQuery(
             keyspace=self._rank.keyspace,
             chunk_hashes=chunk_hashes,
-            first_chunk_index=first_index,
+            first_chunk_index=first_chunk_index,
             group_head_hash=group_head,
             shards=self._rank.shards,
             host_id=self._host_id,
         )
 
-    async def _lookup(self, hashes: Sequence[bytes], first_index: int, group_head: bytes) -> list[SourceRun]:
-        query = self._query(b"".join(hashes), first_index, group_head)
+    async def _lookup(self, hashes: Sequence[bytes], first_chunk_index: int, group_head: bytes) -> list[SourceRun]:
+        query = self._query(b"".join(hashes), first_chunk_index, group_head)
         match = await self._index.match(query)
         runs = list(source_runs(match, self._rank.grid, self._rank.shards, self._pool.local_node_id))
         remaining = iter(hashes)

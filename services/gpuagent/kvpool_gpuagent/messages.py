@@ -9,6 +9,7 @@ import numpy as np
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.ipc import EngineEvent, IpcEvent
 from kvpool.core.retention import NO_RETENTION
+from kvpool.core.spans import ChunkRange
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import HASH_BYTES, check_count, hashes_from_bytes, item_error_to_proto
 from kvpool.wire.convert_engine import layout_from_proto
@@ -17,7 +18,7 @@ from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool.wire.convert_policy import retention_from_proto
 from kvpool.wire.versions import check_peer_version
 from kvpool_gpuagent.core.bandwidth import LoadSource
-from kvpool_gpuagent.core.requests import BlockIds, ChunkSpan, LoadOutcome, StoreOutcome
+from kvpool_gpuagent.core.requests import BlockIds, LoadOutcome, StoreOutcome
 from kvpool_gpuagent.engine import Registration
 from kvpool_gpuagent.ports import MappedHandle
 from kvpool_gpuagent.session import EngineMatch
@@ -84,7 +85,7 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
     )
 
 
-def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.EngineLoadRequest) -> ChunkSpan:
+def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.EngineLoadRequest) -> ChunkRange:
     """Raises InvalidRequest naming the argument. Counts are core.checks' to refuse."""
     chain_head, retention, prompt_tokens, skip_tokens = b"", NO_RETENTION, 0, 0
     if isinstance(request, gpuagent_pb2.EngineStoreRequest):
@@ -93,27 +94,27 @@ def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.Engi
         prompt_tokens = check_count(request.prompt_tokens, "prompt_tokens")
     else:
         skip_tokens = request.skip_tokens
-    return ChunkSpan(
+    return ChunkRange(
         chunk_hashes=request.chunk_hashes,
         block_ids=_block_ids(request.block_ids, request.chunk_hashes),
-        first_index=request.first_chunk_index,
+        first_chunk_index=request.first_chunk_index,
         parent_hash=request.parent_hash,
-        group_heads=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
-        chain_head=chain_head,
+        group_head_hashes=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
+        chain_head_hash=chain_head,
         retention=retention,
         prompt_tokens=prompt_tokens,
         skip_tokens=skip_tokens,
     )
 
 
-def leased_from_proto(request: gpuagent_pb2.EngineLeaseRequest) -> ChunkSpan:
+def leased_from_proto(request: gpuagent_pb2.EngineLeaseRequest) -> ChunkRange:
     """Without blocks. Raises InvalidRequest naming the field."""
-    return ChunkSpan(
+    return ChunkRange(
         chunk_hashes=request.chunk_hashes,
         block_ids=_block_ids(b"", request.chunk_hashes),
-        first_index=request.first_chunk_index,
+        first_chunk_index=request.first_chunk_index,
         parent_hash=request.parent_hash,
-        group_heads=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
+        group_head_hashes=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
     )
 
 

@@ -15,12 +15,13 @@ from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Overloaded, Stopped
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.payload import chunk_bytes
+from kvpool.core.spans import ChunkRange
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.bandwidth import Bandwidths, CopiedBytes, LoadSource
 from kvpool_gpuagent.core.checks import check_chunks, check_load, check_store
 from kvpool_gpuagent.core.leases import LeaseBudget
-from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank, StoreOutcome
+from kvpool_gpuagent.core.requests import LoadOutcome, Rank, StoreOutcome
 from kvpool_gpuagent.core.sources import SourceRun
 from kvpool_gpuagent.events import SessionEvents, UsedEvent
 from kvpool_gpuagent.hold_file import HoldFile
@@ -172,7 +173,7 @@ class EngineSession:
         self._metrics.unmatched_chunks.inc(len(hashes) - held_chunks - found_chunks)
         return EngineMatch(matched_chunks=held_chunks + found_chunks, runs=tuple(self._estimated(run) for run in found))
 
-    async def store(self, request_id: int, span: ChunkSpan, ask_kept: AskKept, after: UsedEvent) -> StoreOutcome:
+    async def store(self, request_id: int, span: ChunkRange, ask_kept: AskKept, after: UsedEvent) -> StoreOutcome:
         """Store chunks, after the engine's work; see StoreRun. Raises InvalidRequest before anything is touched."""
         cache = traced(self._ready_cache(), self._tracer)
         if self.rank.load_only:
@@ -191,7 +192,7 @@ class EngineSession:
     async def load(
         self,
         request_id: int,
-        span: ChunkSpan,
+        span: ChunkRange,
         wait_s: float,
         report: ReportProgress,
         after: UsedEvent,
@@ -226,7 +227,7 @@ class EngineSession:
             self._locations.forget(span)
         return outcome
 
-    async def lease(self, request_id: int, span: ChunkSpan, hold_s: float, *, hold_only: bool = False) -> LeaseOutcome:
+    async def lease(self, request_id: int, span: ChunkRange, hold_s: float, *, hold_only: bool = False) -> LeaseOutcome:
         """Keep chunks in staging for a load to come; see SessionLeases.lease. Raises Stopped while the session
         closes, InvalidRequest, NotServed, Overloaded."""
         if self._closing is not None:

@@ -14,9 +14,9 @@ from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import ArenaFull, KvPoolError, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
-from kvpool.core.spans import Bytes, Int32s, PageSpan
+from kvpool.core.spans import Bytes, ChunkRange, Int32s, PageSpan
 from kvpool_gpuagent.core.pages import CopyBatch, PageSlots, no_slots
-from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, page_span, window_of
+from kvpool_gpuagent.core.requests import Rank, StoreOutcome, page_span, window_of
 from kvpool_gpuagent.events import EnginePassed
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PagePool
@@ -60,7 +60,7 @@ class StoreRun:
     Every slot that was reserved is committed or aborted, whatever fails.
     """
 
-    def __init__(self, rank: Rank, span: ChunkSpan, pool: PagePool, cache: EngineCache, metrics: AgentMetrics) -> None:
+    def __init__(self, rank: Rank, span: ChunkRange, pool: PagePool, cache: EngineCache, metrics: AgentMetrics) -> None:
         self._rank, self._span = rank, span
         self._pool, self._cache, self._metrics = pool, cache, metrics
         self._shards: Bytes = np.array(rank.shard_list, dtype=np.uint8)
@@ -159,7 +159,7 @@ class StoreRun:
     async def _reserve(self, chunks: range, stop: CancelToken) -> _Window:
         positions = np.repeat(np.arange(len(chunks), dtype=np.int32), self._shards.size)
         span = page_span(self._rank, self._span, chunks, positions, np.tile(self._shards, len(chunks)))
-        answer = await until_cancelled(self._pool.reserve(span, self._span.chain_head), stop)
+        answer = await until_cancelled(self._pool.reserve(span, self._span.chain_head_hash), stop)
         for admission, pages in ((Admission.EXISTS, answer.exists), (Admission.PENDING, answer.pending)):
             if pages.size:
                 self._metrics.deduplicated_pages.labels(admission.name.lower()).inc(pages.size)

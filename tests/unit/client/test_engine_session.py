@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvpool.client.engine_items import ChunkSpan, EngineSource, TierTokens
+from kvpool.client.engine_items import EngineSource, TierTokens
 from kvpool.client.engine_registration import GpuRegion
 from kvpool.client.engine_requests import LoadHandle, StoreHandle
 from kvpool.client.gpuagent import EngineSession
@@ -21,6 +21,7 @@ from kvpool.core.errors import (
     StoreUnavailable,
 )
 from kvpool.core.ipc import HOLD_ENDED, IpcMemory
+from kvpool.core.spans import ChunkRange
 from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import item_error_to_proto
@@ -29,8 +30,8 @@ from tests.unit.client.engine_peer import HASH_KEY, Response, engine
 from tests.unit.client.servers import Script
 
 
-def span(count: int) -> ChunkSpan:
-    return ChunkSpan(
+def span(count: int) -> ChunkRange:
+    return ChunkRange(
         chunk_hashes=b"".join(bytes([number]) * 16 for number in range(count)),
         block_ids=np.arange(2 * count, dtype=np.int64).reshape(count, 2),
         first_chunk_index=0,

@@ -18,8 +18,9 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
+from kvpool.core.spans import ChunkRange
 from kvpool_gpuagent.core.bandwidth import CopiedBytes
-from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, Rank, StoreOutcome
+from kvpool_gpuagent.core.requests import ChunkSource, LoadOutcome, Rank, StoreOutcome
 from kvpool_gpuagent.loading import LoadRun
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.storing import StoreRun
@@ -37,17 +38,17 @@ def chunk_hash(number: int) -> bytes:
     return bytes([number, *b"c" * 15])
 
 
-def span(numbers: Sequence[int], *, skip_tokens: int = 0) -> ChunkSpan:
+def span(numbers: Sequence[int], *, skip_tokens: int = 0) -> ChunkRange:
     """Consecutive chunks of one chain; skip_tokens: of the first one."""
     first = numbers[0]
     heads = sorted({number // GROUP_CHUNKS * GROUP_CHUNKS for number in numbers})
-    return ChunkSpan(
+    return ChunkRange(
         chunk_hashes=b"".join(chunk_hash(number) for number in numbers),
         block_ids=np.array([range(4 * number, 4 * number + 4) for number in numbers], dtype=np.int64),
-        first_index=first,
+        first_chunk_index=first,
         parent_hash=chunk_hash(first - 1) if first else ROOT_HASH,
-        group_heads=tuple(chunk_hash(head) for head in heads),
-        chain_head=chunk_hash(0),
+        group_head_hashes=tuple(chunk_hash(head) for head in heads),
+        chain_head_hash=chunk_hash(0),
         skip_tokens=skip_tokens,
     )
 

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpool.client.hashing import Chain
-from kvpool.core.chunks import HASH_BYTES
 from kvpool.core.errors import KvPoolError
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.retention import NO_RETENTION, Retention
+from kvpool.core.spans import ChunkRange
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import enum_from_proto, hashes_to_bytes, is_newer, item_error_from_proto
 from kvpool.wire.convert_engine import block_ids_to_bytes
@@ -50,29 +47,6 @@ class EngineMatch:
     def estimated_load_ms(self) -> float:
         """Of all runs; 0 if nothing was measured yet."""
         return sum(run.estimated_load_ms for run in self.runs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkSpan:
-    """Consecutive chunks of one chain and the engine's blocks of them.
-
-    chunk_hashes: [C * 16] bytes. block_ids: [C, chunk_tokens / block_tokens] int64. skip_tokens: a load leaves so many
-    leading tokens of the first chunk untouched.
-    """
-
-    chunk_hashes: bytes
-    block_ids: npt.NDArray[np.int64]
-    first_chunk_index: int
-    parent_hash: bytes
-    group_head_hashes: tuple[bytes, ...]
-    chain_head_hash: bytes
-    prompt_tokens: int = 0  # of the whole prompt; 0: unknown
-    skip_tokens: int = 0
-
-    @property
-    def chunk_count(self) -> int:
-        """Chunks that are named."""
-        return len(self.chunk_hashes) // HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +108,7 @@ def _source(value: int) -> EngineSource:
 
 
 def store_to_proto(
-    span: ChunkSpan, retention: Retention | None, after: EngineEvent | None = None, *, keeps_blocks: bool = False
+    span: ChunkRange, retention: Retention | None, after: EngineEvent | None = None, *, keeps_blocks: bool = False
 ) -> gpuagent_pb2.EngineStoreRequest:
     """A store of consecutive chunks. keeps_blocks: the engine holds them, and is not to be asked.
 
@@ -166,7 +140,7 @@ def store_outcome_from_proto(message: gpuagent_pb2.EngineStoreDone) -> StoreOutc
 
 
 def load_to_proto(
-    span: ChunkSpan,
+    span: ChunkRange,
     wait_ms: int,
     after: EngineEvent | None = None,
     compute_us_per_token: float = 0.0,

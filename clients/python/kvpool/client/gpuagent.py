@@ -12,7 +12,6 @@ from kvpool.client.channel import open_channel
 from kvpool.client.config import ClientConfig
 from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_items import (
-    ChunkSpan,
     EngineMatch,
     lease_to_proto,
     load_to_proto,
@@ -29,6 +28,7 @@ from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.retention import Retention
+from kvpool.core.spans import ChunkRange
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
 from kvpool.wire.convert import check_id, check_length, hashes_to_bytes
@@ -177,7 +177,7 @@ class EngineSession:
 
     async def store(
         self,
-        span: ChunkSpan,
+        span: ChunkRange,
         *,
         retention: Retention | None = None,
         kept: Callable[[int], bool] | None = None,
@@ -195,7 +195,7 @@ class EngineSession:
 
     async def load(
         self,
-        span: ChunkSpan,
+        span: ChunkRange,
         *,
         wait_s: float,
         on_progress: Callable[[int, tuple[int, ...]], None] | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import ChunkSpan, TierTokens
+from kvpool.client.engine_items import TierTokens
 from kvpool.client.engine_registration import EnginePlan, OfferFd
 from kvpool.client.engine_requests import LeaseHandle, StoreHandle
 from kvpool.client.fds import offer_fd
@@ -25,6 +25,7 @@ from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.retention import Retention
+from kvpool.core.spans import ChunkRange
 from kvpool.core.tracing import Span
 from kvpool.wire.convert_engine import BlockIds
 
@@ -214,7 +215,7 @@ class KvPool:
 
     async def _begin_stores(
         self,
-        spans: Sequence[ChunkSpan],
+        spans: Sequence[ChunkRange],
         first_chunk: int,
         handles: list[tuple[int, StoreHandle]],
         retention: Retention | None,
@@ -251,7 +252,7 @@ class KvPool:
 
     def _windows(
         self, chain: Chain, block_table: BlockIds, first_chunk: int, end_chunk: int, skip_tokens: int
-    ) -> list[ChunkSpan]:
+    ) -> list[ChunkRange]:
         session = self._session
         limit = session.max_request_chunks or max(1, end_chunk - first_chunk)
         return spans_of(chain, block_table, range(first_chunk, end_chunk), session.blocks_per_chunk, limit, skip_tokens)
@@ -283,7 +284,7 @@ class KvPool:
 
 def spans_of(
     chain: Chain, block_table: BlockIds, chunks: range, blocks_per_chunk: int, limit: int, skip_tokens: int
-) -> list[ChunkSpan]:
+) -> list[ChunkRange]:
     """Requests of at most `limit` chunks each, in chain order.
 
     block_table: of the whole prompt from token 0 on. skip_tokens: of the first chunk. raises: InvalidRequest naming
@@ -301,11 +302,11 @@ def spans_of(
         raise InvalidRequest(f"skip_tokens must be in [0, {chain.chunk_tokens}), got {skip_tokens}")
     used = block_table[chunks.start * blocks_per_chunk : chunks.stop * blocks_per_chunk]
     block_ids = np.asarray(used, dtype=np.int64).reshape(len(chunks), blocks_per_chunk)
-    spans: list[ChunkSpan] = []
+    spans: list[ChunkRange] = []
     for start in range(chunks.start, chunks.stop, limit):
         end = min(start + limit, chunks.stop)
         spans.append(
-            ChunkSpan(
+            ChunkRange(
                 chunk_hashes=chain.packed_hashes(start, end),
                 block_ids=block_ids[start - chunks.start : end - chunks.start],
                 first_chunk_index=start,

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvpool.client.engine_items import ChunkSpan, LoadOutcome, TierTokens
+from kvpool.client.engine_items import LoadOutcome, TierTokens
 from kvpool.client.engine_requests import LoadHandle
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.pool_values import BlockHold, LoadReport, OnProgress
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Stopped
 from kvpool.core.ipc import EngineEvent
+from kvpool.core.spans import ChunkRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class LoadTerms:
 
 
 async def load_windows(
-    session: Callable[[], EngineSession], windows: Sequence[ChunkSpan], chunks: range, terms: LoadTerms
+    session: Callable[[], EngineSession], windows: Sequence[ChunkRange], chunks: range, terms: LoadTerms
 ) -> LoadReport:
     """Load what can be loaded of chunks, which the windows are cut from. session: the one in use then."""
     ends_at_s = asyncio.get_running_loop().time() + terms.timeout_s
@@ -57,7 +58,7 @@ async def load_windows(
 
 async def _load_span(
     session: EngineSession,
-    span: ChunkSpan,
+    span: ChunkRange,
     ends_at_s: float,
     on_progress: OnProgress | None,
     handles: list[LoadHandle],

@@ -8,20 +8,21 @@ import numpy as np
 
 from kvpool.core.chunks import GROUP_CHUNKS, HASH_BYTES, ROOT_HASH
 from kvpool.core.errors import InvalidRequest
-from kvpool_gpuagent.core.requests import ChunkSpan, Rank
+from kvpool.core.spans import ChunkRange
+from kvpool_gpuagent.core.requests import Rank
 
 
-def check_store(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
+def check_store(span: ChunkRange, rank: Rank, *, max_chunks: int) -> None:
     """Raises InvalidRequest."""
     _check_span(span, rank, max_chunks)
-    if len(span.chain_head) != HASH_BYTES:
-        raise InvalidRequest(f"chain_head_hash must have {HASH_BYTES} bytes, got {len(span.chain_head)}")
-    if span.first_index == 0 and span.chain_head != span.chunk_hash(0):
+    if len(span.chain_head_hash) != HASH_BYTES:
+        raise InvalidRequest(f"chain_head_hash must have {HASH_BYTES} bytes, got {len(span.chain_head_hash)}")
+    if span.first_chunk_index == 0 and span.chain_head_hash != span.chunk_hash(0):
         raise InvalidRequest("chain_head_hash must be the hash of chunk 0, which is in this request and differs")
     span.retention.check()
 
 
-def check_load(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
+def check_load(span: ChunkRange, rank: Rank, *, max_chunks: int) -> None:
     """Raises InvalidRequest; also when a block that would be written is named twice."""
     _check_span(span, rank, max_chunks)
     _check_skip(span.skip_tokens, rank)
@@ -47,40 +48,40 @@ def check_bases(rank: Rank, offsets_bytes: Sequence[int]) -> None:
                     )
 
 
-def _check_span(span: ChunkSpan, rank: Rank, max_chunks: int) -> None:
+def _check_span(span: ChunkRange, rank: Rank, max_chunks: int) -> None:
     check_chunks(span, max_chunks)
     _check_blocks(span, rank)
 
 
-def check_chunks(span: ChunkSpan, max_chunks: int) -> None:
+def check_chunks(span: ChunkRange, max_chunks: int) -> None:
     """All but their blocks. Raises InvalidRequest."""
     count = span.chunk_count
     if not 0 < count <= max_chunks:
         raise InvalidRequest(f"a request names 1 to {max_chunks} chunks, got {count}; split it")
-    if span.first_index < 0:
-        raise InvalidRequest(f"first_chunk_index must be >= 0, got {span.first_index}")
+    if span.first_chunk_index < 0:
+        raise InvalidRequest(f"first_chunk_index must be >= 0, got {span.first_chunk_index}")
     _check_hashes(span)
     _check_group_heads(span)
 
 
-def _check_hashes(span: ChunkSpan) -> None:
+def _check_hashes(span: ChunkRange) -> None:
     if len(span.parent_hash) != HASH_BYTES:
         raise InvalidRequest(f"parent_hash must have {HASH_BYTES} bytes, got {len(span.parent_hash)}")
-    if (span.first_index == 0) != (span.parent_hash == ROOT_HASH):
+    if (span.first_chunk_index == 0) != (span.parent_hash == ROOT_HASH):
         raise InvalidRequest("parent_hash must be 16 zero bytes for chunk 0, and for no other chunk")
 
 
-def _check_group_heads(span: ChunkSpan) -> None:
-    first_group = span.first_index // GROUP_CHUNKS
-    groups = (span.first_index + span.chunk_count - 1) // GROUP_CHUNKS - first_group + 1
-    if len(span.group_heads) != groups:
+def _check_group_heads(span: ChunkRange) -> None:
+    first_group = span.first_chunk_index // GROUP_CHUNKS
+    groups = (span.first_chunk_index + span.chunk_count - 1) // GROUP_CHUNKS - first_group + 1
+    if len(span.group_head_hashes) != groups:
         raise InvalidRequest(
-            f"chunks fall into {groups} chain groups but group_head_hashes has {len(span.group_heads)}"
+            f"chunks fall into {groups} chain groups but group_head_hashes has {len(span.group_head_hashes)}"
         )
-    for number, head in enumerate(span.group_heads):
+    for number, head in enumerate(span.group_head_hashes):
         if len(head) != HASH_BYTES:
             raise InvalidRequest(f"group_head_hashes[{number}] must have {HASH_BYTES} bytes, got {len(head)}")
-        position = (first_group + number) * GROUP_CHUNKS - span.first_index
+        position = (first_group + number) * GROUP_CHUNKS - span.first_chunk_index
         # A wrong head would hide the chunk from every later match.
         if position >= 0 and head != span.chunk_hash(position):
             raise InvalidRequest(
@@ -89,7 +90,7 @@ def _check_group_heads(span: ChunkSpan) -> None:
             )
 
 
-def _check_blocks(span: ChunkSpan, rank: Rank) -> None:
+def _check_blocks(span: ChunkRange, rank: Rank) -> None:
     ids, block_count = span.block_ids, rank.layout.block_count
     if ids.shape != (span.chunk_count, rank.blocks_per_chunk):
         raise InvalidRequest(

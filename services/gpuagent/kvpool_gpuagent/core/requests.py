@@ -19,58 +19,14 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import page_bytes
 from kvpool.core.payload import payload_bytes
-from kvpool.core.retention import NO_RETENTION, Retention
-from kvpool.core.spans import Bytes, Int32s, PageSpan
+from kvpool.core.retention import NO_RETENTION
+from kvpool.core.spans import Bytes, ChunkRange, Int32s, PageSpan
 from kvpool_gpuagent.core.bandwidth import LoadSource
 
 BlockIds = npt.NDArray[np.int64]
 ValueT = TypeVar("ValueT")
 ChunkSource = tuple[tuple[RemoteSource, ...], int]
 """Where else than on this host the pages of a chunk may be, best first, and the bitmap of its shards to read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkSpan:
-    """Consecutive chunks of one chain, and where their tokens lie in the engine's cache.
-
-    chunk_hashes: [C * 16] bytes.
-    block_ids:   [C, chunk_tokens / block_tokens] int64.
-    group_heads: heads of the 16-chunk groups that the chunks fall into, in order.
-    parent_hash: of the chunk before the first.
-    chain_head:  hash of chunk 0; may be empty for a load.
-    retention:   of all chunks.
-    prompt_tokens: of the whole prompt; 0 if unknown.
-    skip_tokens: loads only: the first this many tokens of the first chunk are the engine's own and stay untouched.
-    """
-
-    chunk_hashes: bytes
-    block_ids: BlockIds
-    first_index: int
-    parent_hash: bytes
-    group_heads: tuple[bytes, ...]
-    chain_head: bytes = b""
-    retention: Retention = NO_RETENTION
-    prompt_tokens: int = 0
-    skip_tokens: int = 0
-
-    @property
-    def chunk_count(self) -> int:
-        """Chunks of the request."""
-        return len(self.chunk_hashes) // HASH_BYTES
-
-    def chunk_hash(self, position: int) -> bytes:
-        """16 bytes, of the chunk at `position` (in the request)."""
-        return self.chunk_hashes[position * HASH_BYTES : (position + 1) * HASH_BYTES]
-
-    def group_head(self, position: int) -> bytes:
-        """Head of the group that the chunk at `position` (in the request) falls into."""
-        return self.group_heads[(self.first_index + position) // GROUP_CHUNKS - self.first_index // GROUP_CHUNKS]
-
-    @property
-    def hashes(self) -> list[bytes]:
-        """Chunk hashes, in order."""
-        packed = self.chunk_hashes
-        return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +111,7 @@ class LoadOutcome:
 
 def page_span(
     rank: Rank,
-    span: ChunkSpan,
+    span: ChunkRange,
     chunks: range,
     positions: Int32s,
     shards: Bytes,
@@ -165,16 +121,16 @@ def page_span(
 
     positions: [N] int32, counted from chunks.start. shards: [N]. sources: of every chunk of the request; loads only.
     """
-    first = span.first_index + chunks.start
+    first = span.first_chunk_index + chunks.start
     groups = range(first // GROUP_CHUNKS, (first + len(chunks) - 1) // GROUP_CHUNKS + 1)
-    first_group = span.first_index // GROUP_CHUNKS
+    first_group = span.first_chunk_index // GROUP_CHUNKS
     elsewhere = sources[chunks.start : chunks.stop]
     return PageSpan(
         keyspace=rank.keyspace,
         chunk_hashes=span.chunk_hashes[chunks.start * HASH_BYTES : chunks.stop * HASH_BYTES],
         first_chunk_index=first,
         parent_hash=span.chunk_hash(chunks.start - 1) if chunks.start else span.parent_hash,
-        group_heads=b"".join(span.group_heads[group - first_group] for group in groups),
+        group_heads=b"".join(span.group_head_hashes[group - first_group] for group in groups),
         positions=positions,
         shards=shards,
         retention=((len(chunks), span.retention),) if span.retention != NO_RETENTION else (),

@@ -13,15 +13,15 @@ from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.layout_presets import contiguous_layout, vllm_cpu_opaque_layout
 from kvpool.core.retention import Retention
-from kvpool.core.spans import PageSpan
+from kvpool.core.spans import ChunkRange, PageSpan
 from kvpool_gpuagent.core.checks import check_load, check_store
-from kvpool_gpuagent.core.requests import ChunkSpan, Rank, page_span, window_of
+from kvpool_gpuagent.core.requests import Rank, page_span, window_of
 from tests.unit.gpuagent.runs import LAYOUT, RANK, SPEC, chunk_hash, span
 
 MAX_CHUNKS = 64
 
 
-def change_blocks(whole: ChunkSpan, position: int, *ids: int) -> ChunkSpan:
+def change_blocks(whole: ChunkRange, position: int, *ids: int) -> ChunkRange:
     block_ids = whole.block_ids.copy()
     block_ids[position] = ids
     return replace(whole, block_ids=block_ids)
@@ -37,14 +37,14 @@ def test_what_engines_ask_passes() -> None:
     ("changes", "named"),
     [
         ({"chunk_hashes": b""}, "1 to 64 chunks, got 0"),
-        ({"first_index": -1}, "first_chunk_index"),
+        ({"first_chunk_index": -1}, "first_chunk_index"),
         ({"parent_hash": b"short"}, "parent_hash must have 16 bytes"),
         ({"parent_hash": chunk_hash(9)}, "parent_hash must be 16 zero bytes for chunk 0"),
-        ({"first_index": 1}, "parent_hash must be 16 zero bytes for chunk 0, and for no other"),
-        ({"group_heads": ()}, "1 chain groups but group_head_hashes has 0"),
-        ({"group_heads": (chunk_hash(0), chunk_hash(1))}, "has 2"),
-        ({"group_heads": (b"x",)}, r"group_head_hashes\[0\] must have 16 bytes"),
-        ({"group_heads": (chunk_hash(7),)}, r"group_head_hashes\[0\] must be the hash of chunks\[0\]"),
+        ({"first_chunk_index": 1}, "parent_hash must be 16 zero bytes for chunk 0, and for no other"),
+        ({"group_head_hashes": ()}, "1 chain groups but group_head_hashes has 0"),
+        ({"group_head_hashes": (chunk_hash(0), chunk_hash(1))}, "has 2"),
+        ({"group_head_hashes": (b"x",)}, r"group_head_hashes\[0\] must have 16 bytes"),
+        ({"group_head_hashes": (chunk_hash(7),)}, r"group_head_hashes\[0\] must be the hash of chunks\[0\]"),
         ({"block_ids": np.arange(9).reshape(3, 3)}, "block_ids must name 4 blocks of 8 tokens for each of 3 .* got 9"),
         ({"block_ids": np.zeros((3, 0), np.int64)}, "block_ids must name 4 blocks of 8 tokens for each of 3 .* got 0"),
         ({"block_ids": np.arange(8).reshape(2, 4)}, "block_ids must name 4 blocks of 8 tokens for each of 3 .* got 8"),
@@ -61,7 +61,7 @@ def test_a_malformed_span_is_refused(changes: dict[str, Any], named: str) -> Non
 def test_a_group_that_begins_in_the_middle_must_be_named_after_its_first_chunk() -> None:
     whole = span(range(14, 18))
     check_load(whole, RANK, max_chunks=MAX_CHUNKS)
-    wrong = replace(whole, group_heads=(whole.group_heads[0], chunk_hash(17)))
+    wrong = replace(whole, group_head_hashes=(whole.group_head_hashes[0], chunk_hash(17)))
     with pytest.raises(InvalidRequest, match=r"group_head_hashes\[1\]") as refused:
         check_load(wrong, RANK, max_chunks=MAX_CHUNKS)
     assert refused.value.item_index == 2
@@ -121,8 +121,8 @@ def test_an_opaque_cell_is_not_skipped_in_part() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"chain_head": b""}, "chain_head_hash must have 16 bytes, got 0"),
-        ({"chain_head": chunk_hash(5)}, "chain_head_hash must be the hash of chunk 0"),
+        ({"chain_head_hash": b""}, "chain_head_hash must have 16 bytes, got 0"),
+        ({"chain_head_hash": chunk_hash(5)}, "chain_head_hash must be the hash of chunk 0"),
         ({"retention": Retention(ttl_ms=-1)}, "retention.ttl_ms"),
         ({"retention": Retention(priority=101)}, "retention.priority"),
         ({"retention": Retention(pinned_until_us=-5)}, "retention.pinned_until_us"),
@@ -133,7 +133,7 @@ def test_what_only_a_store_names_is_checked(changes: dict[str, Any], named: str)
         check_store(replace(span(range(2)), **changes), RANK, max_chunks=MAX_CHUNKS)
 
 
-def pages_of(whole: ChunkSpan, chunks: range, sources: Sequence[tuple[RemoteSource, ...]] = ()) -> PageSpan:
+def pages_of(whole: ChunkRange, chunks: range, sources: Sequence[tuple[RemoteSource, ...]] = ()) -> PageSpan:
     """Two pages of each of some chunks."""
     positions = np.repeat(np.arange(len(chunks), dtype=np.int32), 2)
     shards = np.tile(np.array([0, 3], dtype=np.uint8), len(chunks))
