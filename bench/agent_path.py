@@ -58,8 +58,9 @@ def serve(module: str) -> int:
     from importlib import import_module
 
     if module == "kvpool_gpuagent":
-        import kvpool_gpuagent.adapters.gpu_transfers as transfers
-        from kvpool_gpuagent import loading, main, storing
+        import kvpool_gpuagent.adapters.gpu.cache as transfers
+        from kvpool_gpuagent import main
+        from kvpool_gpuagent.engine import loading, storing
 
         transfers.LONG_RUN_BYTES = 1
         storing.WINDOW_BYTES //= SCALE
@@ -73,9 +74,8 @@ def _device() -> type:
     """A CPU device whose caches are those of a GPU that copies nothing."""
     from kvpool.core.grid import shards_in
     from kvpool.core.plane_table import PlaneTable
-    from kvpool_gpuagent.adapters.cpu_device import CpuDevice
-    from kvpool_gpuagent.adapters.gpu_cache import GpuCache
-    from kvpool_gpuagent.adapters.gpu_transfers import TransferEngine
+    from kvpool_gpuagent.adapters.cpu.device import CpuDevice
+    from kvpool_gpuagent.adapters.gpu.cache import GpuCache, TransferEngine
 
     class Nothing:
         """Runtime, stream and mark."""

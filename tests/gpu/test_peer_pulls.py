@@ -88,7 +88,7 @@ async def engine(agent: Agent, **options: Any) -> AsyncIterator[Engine]:
 async def cuda_agents(ordinals: Sequence[int]) -> AsyncIterator[list[Agent]]:
     """One agent on each of these GPUs."""
     # Only where there is a GPU: elsewhere kernels are for the interpreter, which other tests set up.
-    from kvpool_gpuagent.adapters.cuda_device import CudaDevice
+    from kvpool_gpuagent.adapters.gpu.device import CudaDevice
 
     async with AsyncExitStack() as stack:
         yield [

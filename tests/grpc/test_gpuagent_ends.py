@@ -16,7 +16,7 @@ from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, Stopped
 from kvpool.core.spans import ChunkRange
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
-from kvpool_gpuagent import registering
+from kvpool_gpuagent import stream
 from kvpool_server import session_stream
 from tests.fixtures.agent import SPEC, Agent, EngineProcess, World, prompt, run_store, running_agent
 from tests.fixtures.raw_engine import RawEngine, raw_engine
@@ -145,7 +145,7 @@ async def test_an_engine_that_leaves_while_it_registers_leaves_no_descriptor(len
 
 
 async def test_descriptors_that_do_not_come_end_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registering, "OFFER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(stream, "OFFER_TIMEOUT_S", 0.2)
     world = World()
     async with running_agent(world) as agent:
         engine = EngineProcess(agent.endpoint)

@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import Sequence
 
 from kvpool.client.gpuagent_control import AgentControl
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import Stopped
 from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.testing import eventually
-from kvpool_gpuagent.adapters.cpu_device import CpuDevice
+from kvpool_gpuagent.adapters.cpu.device import CpuDevice
 from kvpool_gpuagent.core.pages import CopyBatch
-from kvpool_gpuagent.ports import EngineCache, MappedHandle, StopFlag
+from kvpool_gpuagent.ports import EngineCache, MappedHandle
 from tests.fixtures.agent import CLIENT, EngineProcess, World, prompt, run_load, run_store, running_agent
 from tests.fixtures.raw_engine import raw_engine
 
@@ -29,7 +30,7 @@ class SlowCache:
     async def event_passed(self, slot: int) -> bool:
         return await self._cache.event_passed(slot)
 
-    async def gather(self, batch: CopyBatch, stop: StopFlag) -> bool:
+    async def gather(self, batch: CopyBatch, stop: CancelToken) -> bool:
         return await self._cache.gather(batch, stop)
 
     async def scatter(self, batch: CopyBatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool_gpuagent.adapters.gpu_runtime import Stream
-from kvpool_gpuagent.adapters.gpu_streams import MOST_KERNEL_STREAMS, LaneStreams
+from kvpool_gpuagent.adapters.gpu.copy_paths import MOST_KERNEL_STREAMS, LaneStreams
+from kvpool_gpuagent.adapters.gpu.runtime import Stream
 from tests.fixtures.host_gpu import HostRuntime, HostStream
 
 

@@ -26,7 +26,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert_ipc import engine_event_to_proto
-from kvpool_gpuagent.adapters import gpu_peer
+from kvpool_gpuagent.adapters.gpu import peers as gpu_peers
 from tests.fixtures.agent import CLIENT
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import PeerHost, Rank, equal, expected, peer_host
@@ -224,13 +224,13 @@ async def test_a_gpu_that_fails_is_told_and_one_that_is_gone_ends_all(monkeypatc
     async with peer_host() as host:
         source, rank = await two_ranks(host)
         with monkeypatch.context() as patch:
-            patch.setattr(gpu_peer, "pull_rows", fail)
+            patch.setattr(gpu_peers, "pull_rows", fail)
             with pytest.raises(KvPoolError, match="the GPU failed"):
                 await rank.pull(rank.tokens(source, [1], [3], 8)).done(TIMEOUT_S)
             await rank.pull(rank.tokens(source, [1], [3], 8)).wait_hold()
         await rank.pull(rank.tokens(source, [1], [3], 8)).done(TIMEOUT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(gpu_peer, "pull_rows", fail)
+            patch.setattr(gpu_peers, "pull_rows", fail)
             host.devices[0].runtime.is_broken = True
             with pytest.raises(KvPoolError, match="the GPU failed"):
                 await rank.pull(rank.tokens(source, [1], [3], 8)).done(TIMEOUT_S)

@@ -27,7 +27,7 @@ from kvpool.core.ipc import EngineEvent, IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent.core.pulls import SourceName, TokenPull, WantedPull
-from kvpool_gpuagent.servicer_peers import CacheLender
+from kvpool_gpuagent.servicer import CacheLender
 from tests.fixtures.agent import CLIENT, EngineProcess, World, running_agent
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import Rank, peer_host

@@ -12,9 +12,9 @@ import pytest
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError
 from kvpool.core.spans import Int64s
-from kvpool_gpuagent.adapters.gpu_lane import RUN_BURST_BYTES, Lane, Transfer
-from kvpool_gpuagent.adapters.gpu_scratch import Scratch
-from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
+from kvpool_gpuagent.adapters.gpu.copy_paths import LaneStreams
+from kvpool_gpuagent.adapters.gpu.scratch import Scratch
+from kvpool_gpuagent.adapters.gpu.transfer_queue import RUN_BURST_BYTES, Lane, Transfer
 from kvpool_gpuagent.core.pages import CopyBatch
 from tests.fixtures.host_gpu import HostRuntime
 from tests.fixtures.patience import PATIENCE_S

@@ -21,8 +21,7 @@ from kvpool.core.layout_presets import (
 )
 from kvpool.core.plane_table import PlaneTable
 from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
-from kvpool_gpuagent.kernels.burst_tables import BurstPages, BurstTables
-from kvpool_gpuagent.kernels.cache_kernels import CacheKernels
+from kvpool_gpuagent.kernels.cache_kernels import BurstPages, BurstTables, CacheKernels
 from tests.kernels.paged_caches import poisoned, random_bytes
 
 CHUNK, BLOCK, BLOCKS = 32, 8, 40

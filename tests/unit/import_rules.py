@@ -114,11 +114,8 @@ SERVICE_RULES: dict[str, Rule] = {
     # The agent's session stream and its messages are the larger part of its servicer.
     "kvpool_gpuagent.stream": SERVICER,
     "kvpool_gpuagent.messages": SERVICER,
-    "kvpool_gpuagent.request_spans": SERVICER,
     "kvpool_gpuagent.kernels.*": Rule(may_import=("torch", "triton")),
-    "kvpool_gpuagent.kernels.burst_tables": Rule(may_import=(*CORE, "kvpool_gpuagent.kernels", "torch", "numpy")),
     "kvpool_gpuagent.kernels.cache_kernels": Rule(may_import=(*CORE, "kvpool_gpuagent.kernels", "torch", "numpy")),
-    "kvpool_gpuagent.registering": SERVICER,
 }
 
 ONLY_IN_TESTS = "kvpool.testing"

@@ -22,19 +22,18 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool_gpuagent.adapters.arena_pool import ArenaLink, ArenaPool
-from kvpool_gpuagent.adapters.bounce import PeerClients
-from kvpool_gpuagent.adapters.cpu_device import CpuDevice
-from kvpool_gpuagent.adapters.index_client import GrpcIndex
-from kvpool_gpuagent.adapters.peer_agents import GrpcPeerAgents
+from kvpool_gpuagent.adapters.cpu.device import CpuDevice
+from kvpool_gpuagent.adapters.grpc_clients import GrpcIndex, GrpcPeerAgents
+from kvpool_gpuagent.adapters.page_streams import PeerClients
 from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
 from kvpool_gpuagent.config import GpuAgentConfig
-from kvpool_gpuagent.descriptors import DescriptorDesk
-from kvpool_gpuagent.engine import GpuAgentEngine
+from kvpool_gpuagent.engine.agent import GpuAgentEngine
+from kvpool_gpuagent.engine.descriptors import DescriptorDesk
 from kvpool_gpuagent.identity import DataDirectory, announce, host_identity
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, PagePool
-from kvpool_gpuagent.registering import Registrar
 from kvpool_gpuagent.servicer import GpuAgentServicer
+from kvpool_gpuagent.stream import Registrar
 from kvpool_server.config import describe, load_config
 from kvpool_server.fds import FdServer
 from kvpool_server.interceptors import (
@@ -161,7 +160,7 @@ def _device(config: GpuAgentConfig, stop: Stop) -> Device:
         return CpuDevice(config.copy_threads)
     try:
         # torch and triton take seconds and hundreds of megabytes: only where there is a GPU.
-        from kvpool_gpuagent.adapters.cuda_device import CudaDevice
+        from kvpool_gpuagent.adapters.gpu.device import CudaDevice
 
         loop = asyncio.get_running_loop()
 

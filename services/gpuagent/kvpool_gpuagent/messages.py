@@ -17,11 +17,11 @@ from kvpool.wire.convert_ipc import engine_event_from_proto, ipc_event_from_prot
 from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool.wire.convert_policy import retention_from_proto
 from kvpool.wire.versions import check_peer_version
-from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.requests import BlockIds, LoadOutcome, StoreOutcome
-from kvpool_gpuagent.engine import Registration
+from kvpool_gpuagent.core.sources import LoadSource
+from kvpool_gpuagent.engine.agent import Registration
+from kvpool_gpuagent.engine.session import EngineMatch
 from kvpool_gpuagent.ports import MappedHandle
-from kvpool_gpuagent.session import EngineMatch
 
 MAX_NAME_LENGTH = 128
 MAX_HANDLES = 4096  # a K and a V tensor of 500 layers, with scales, is half of it

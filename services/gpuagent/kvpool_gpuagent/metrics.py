@@ -14,7 +14,7 @@ from kvpool.core.errors import (
     StaleIncarnation,
     Stopped,
 )
-from kvpool_gpuagent.core.bandwidth import LoadSource
+from kvpool_gpuagent.core.sources import LoadSource
 
 _PREFIX = "kvpool_gpuagent_"
 _LOADS_END_WITH = (

@@ -258,3 +258,33 @@ class PoolFactory(Protocol):
     """Makes the page pool of one engine session."""
 
     def __call__(self, keyspace: bytes, spec: KeyspaceSpec) -> PagePool: ...
+
+
+class CacheLoan(Protocol):
+    """A cache of another agent's session, for reading. Belongs to one event loop."""
+
+    @property
+    def layout(self) -> EngineLayout: ...
+    @property
+    def handles(self) -> Sequence[MappedHandle]: ...
+
+    @property
+    def ended(self) -> asyncio.Event:
+        """Set when the lender wants it back or cannot be reached any more; who wants to give it back may set it."""
+        ...
+
+    async def check(self, timeout_s: float) -> None:
+        """Return if the session has been alive until now. Raises Stopped, ServiceUnavailable, DeadlineExceeded."""
+        ...
+
+    async def close(self) -> None:
+        """Give it back: the memory is unmapped. Idempotent, never raises."""
+        ...
+
+
+class PeerAgents(Protocol):
+    """Other agents of this host."""
+
+    async def borrow(self, endpoint: str, session_id: bytes, keyspace: bytes, timeout_s: float) -> CacheLoan:
+        """Raises SessionUnknown, KeyspaceMismatch, TenantDenied, NotServed, ServiceUnavailable, ..."""
+        ...

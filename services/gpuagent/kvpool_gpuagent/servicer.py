@@ -2,17 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, NotServed, Stopped, TenantDenied
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool.wire.convert import check_id
-from kvpool.wire.convert_ipc import engine_event_from_proto
-from kvpool_gpuagent.core.bandwidth import LoadSource
-from kvpool_gpuagent.registering import Registrar
-from kvpool_gpuagent.servicer_peers import CacheLender, outcome_to_proto, wanted_from_proto
-from kvpool_gpuagent.stream import EngineHandler, session_rules
+from kvpool.wire.convert_engine import layout_to_proto
+from kvpool.wire.convert_ipc import engine_event_from_proto, ipc_memory_to_proto
+from kvpool_gpuagent.core.pulls import SourceName, TokenPull, WantedPull
+from kvpool_gpuagent.core.sources import LoadSource
+from kvpool_gpuagent.engine.agent import GpuAgentEngine
+from kvpool_gpuagent.engine.peers import PullOutcome
+from kvpool_gpuagent.engine.session import CacheUse, EngineSession
+from kvpool_gpuagent.engine.waiting import cancellation, until_cancelled
+from kvpool_gpuagent.stream import EngineHandler, Registrar, session_rules
 from kvpool_server.session_stream import SessionStream, peer_address
+
+LENT_BACK_S = 5.0  # a borrower that still has copies running then reads on, but none of them will count
+
+Requests = AsyncIterator[gpuagent_pb2.LendCacheRequest]
+Write = Callable[[gpuagent_pb2.LendCacheResponse], Coroutine[Any, Any, None]]
+
+
+def wanted_from_proto(request: gpuagent_pb2.PeerPullRequest) -> WantedPull:
+    """As it came: checked is it later, once the event it names is in hand."""
+    return WantedPull(
+        pull_id=request.pull_id,
+        pulls=tuple(
+            TokenPull(
+                source=SourceName(pull.source_session_id, pull.source_agent),
+                source_block_ids=pull.source_block_ids,
+                source_first_token=pull.source_first_token,
+                destination_block_ids=pull.destination_block_ids,
+                destination_first_token=pull.destination_first_token,
+                token_count=pull.token_count,
+            )
+            for pull in request.pulls
+        ),
+        after=engine_event_from_proto(request.after) if request.HasField("after") else None,
+        wait_ms=request.wait_ms,
+        partial=request.partial,
+    )
+
+
+def outcome_to_proto(outcome: PullOutcome) -> gpuagent_pb2.PeerPullResponse:
+    """Of a pull that counts."""
+    return gpuagent_pb2.PeerPullResponse(
+        size_bytes=outcome.moved.size_bytes,
+        copy_us=round(outcome.moved.copy_s * 1e6),
+        pulled=[
+            gpuagent_pb2.PeerPulled(
+                first_layer=cells.layers.start,
+                layer_count=len(cells.layers),
+                first_head=cells.heads.start,
+                head_count=len(cells.heads),
+            )
+            for cells in outcome.cells
+        ],
+    )
+
+
+class CacheLender:
+    """Serves LendCache: lends sessions' caches to other agents of this host."""
+
+    def __init__(self, engine: GpuAgentEngine, tenant: Callable[[], str]) -> None:
+        """tenant: of the caller."""
+        self._engine, self._tenant = engine, tenant
+
+    async def serve(self, requests: Requests, write: Write) -> None:
+        """Until the borrower ends the stream, or the session does and has waited for it. Raises what refuses it."""
+        first = await anext(requests, None)
+        if first is None or not first.HasField("borrow"):
+            raise InvalidRequest("the first message of LendCache must be `borrow`")
+        session = self._lendable(first.borrow)
+        with session.lend() as use:
+            await write(gpuagent_pb2.LendCacheResponse(lent=_lent(session)))
+            await _answer(requests, write, use)
+
+    def _lendable(self, wanted: gpuagent_pb2.BorrowCache) -> EngineSession:
+        if self._tenant() != self._engine.config.tenant:
+            raise TenantDenied("this agent's engines are of another tenant")
+        session = self._engine.session_of(check_id(wanted.session_id, "session_id"))
+        if check_id(wanted.keyspace_id, "keyspace_id") != session.rank.keyspace:
+            raise KeyspaceMismatch("the session has another keyspace than the borrower's")
+        if not session.handles or any(handle.ipc is None for handle in session.handles):
+            raise NotServed("the session's cache is not GPU memory: there is nothing that another agent could map")
+        return session
+
+
+async def _answer(requests: Requests, write: Write, use: CacheUse) -> None:
+    ending = asyncio.ensure_future(cancellation(use.stop))
+    reading = asyncio.ensure_future(anext(requests, None))
+    try:
+        while True:
+            await asyncio.wait((reading, ending), return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                break
+            request = reading.result()
+            if request is None:
+                return
+            if request.check <= 0:
+                raise InvalidRequest(f"check must be > 0, got {request.check}")
+            # A borrower that reads no answers must not keep the session from ending.
+            await until_cancelled(write(gpuagent_pb2.LendCacheResponse(alive=request.check)), use.stop)
+            reading = asyncio.ensure_future(anext(requests, None))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LENT_BACK_S):
+                await write(gpuagent_pb2.LendCacheResponse(ending=gpuagent_pb2.LendCacheEnding()))
+                while await reading is not None:  # checks that crossed `ending`: there is no answer to them
+                    reading = asyncio.ensure_future(anext(requests, None))
+                return
+        raise Stopped(f"the session has ended, and the borrower kept its cache for {LENT_BACK_S:g} s")
+    finally:
+        ending.cancel()
+        reading.cancel()
+
+
+def _lent(session: EngineSession) -> gpuagent_pb2.LentCache:
+    return gpuagent_pb2.LentCache(
+        handles=[
+            gpuagent_pb2.MemoryHandle(size_bytes=handle.size_bytes, cuda_ipc=ipc_memory_to_proto(handle.ipc))
+            for handle in session.handles
+            if handle.ipc is not None
+        ],
+        layout=layout_to_proto(session.rank.layout),
+    )
 
 
 class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):

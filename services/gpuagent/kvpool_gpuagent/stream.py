@@ -6,16 +6,31 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvpool.core.errors import KvPoolError
-from kvpool.core.ipc import EngineEvent
-from kvpool.core.tracing import Span
-from kvpool.v1 import gpuagent_pb2
+from kvpool.core.ipc import HOLD_FILE_BYTES, EngineEvent
+from kvpool.core.tracing import (
+    CHUNKS,
+    FAILED_CHUNKS,
+    KEYSPACE,
+    NO_SPAN,
+    REQUEST_ID,
+    SERVED_CHUNKS,
+    Span,
+    Tracer,
+    rpc_attributes,
+)
+from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import hashes_from_bytes, item_error_to_proto
 from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
-from kvpool.wire.versions import versions_from_proto
+from kvpool.wire.versions import own_version_to_proto, versions_from_proto
 from kvpool_gpuagent.config import GpuAgentConfig
-from kvpool_gpuagent.events import UsedEvent
+from kvpool_gpuagent.engine.agent import GpuAgentEngine, Registration
+from kvpool_gpuagent.engine.descriptors import DescriptorDesk, HoldFile
+from kvpool_gpuagent.engine.events import UsedEvent
+from kvpool_gpuagent.engine.session import EngineSession
 from kvpool_gpuagent.messages import (
     compute_speed_from_proto,
     event_of,
@@ -26,13 +41,139 @@ from kvpool_gpuagent.messages import (
     span_from_proto,
     store_done_to_proto,
 )
-from kvpool_gpuagent.registering import Registrar
-from kvpool_gpuagent.request_spans import note_end, request_span
-from kvpool_gpuagent.session import EngineSession
 from kvpool_server.logs import fields
 from kvpool_server.session_stream import End, Role, SessionRules
 
 _log = logging.getLogger(__name__)
+
+_RPC = rpc_attributes("GpuAgentService", "EngineSession")
+_HASH_BYTES = 16
+
+
+def request_span(tracer: Tracer, session: EngineSession, request: gpuagent_pb2.EngineRequest) -> Span:
+    """The agent's span of a match, store, load or lease."""
+    if not tracer.recording:
+        return NO_SPAN
+    attributes = {
+        **_RPC,
+        KEYSPACE: session.rank.keyspace.hex(),
+        CHUNKS: _chunk_count(request),
+        REQUEST_ID: request.request_id,
+        "kvpool.engine": session.engine_name,
+    }
+    return tracer.request(f"gpuagent.{request.WhichOneof('kind')}", request.trace, attributes=attributes)
+
+
+def note_end(
+    span: Span, engine_name: str, request: gpuagent_pb2.EngineRequest, response: gpuagent_pb2.EngineResponse
+) -> None:
+    """What became of it: to the span, and to the log at level debug."""
+    debug = _log.isEnabledFor(logging.DEBUG)
+    if not span.recording and not debug:
+        return
+    served, failed = _counts(response)
+    span.set({SERVED_CHUNKS: served, FAILED_CHUNKS: failed})
+    if response.HasField("load_done") and response.load_done.HasField("error"):
+        span.fail(response.load_done.error.reason)
+    if debug:
+        told = fields(
+            kind=request.WhichOneof("kind"),
+            engine=engine_name,
+            chunks=_chunk_count(request),
+            served_chunks=served,
+            refused=response.error.reason,
+        )
+        _log.debug("request ended", extra=told)
+
+
+def _chunk_count(request: gpuagent_pb2.EngineRequest) -> int:
+    match request.WhichOneof("kind"):
+        case "match":
+            return len(request.match.chunk_hashes) // _HASH_BYTES
+        case "store":
+            return len(request.store.chunk_hashes) // _HASH_BYTES
+        case "lease":
+            return len(request.lease.chunk_hashes) // _HASH_BYTES
+        case _:
+            return len(request.load.chunk_hashes) // _HASH_BYTES
+
+
+def _counts(response: gpuagent_pb2.EngineResponse) -> tuple[int, int]:
+    """Chunks that were matched, stored (or there already) or loaded, and those that failed."""
+    match response.WhichOneof("kind"):
+        case "match":
+            return response.match.matched_chunks, 0
+        case "store_done":
+            done = response.store_done
+            return done.stored_chunks + done.deduplicated_chunks, len(done.failed_chunks)
+        case "lease_held":
+            return response.lease_held.staged_chunks, 0
+        case "load_done":
+            return response.load_done.loaded_chunks, len(response.load_done.failed_chunks)
+        case _:
+            return 0, 0
+
+
+OFFER_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Registrar:
+    """What registrations need beside the engine: where engines offer the descriptors of their memory."""
+
+    engine: GpuAgentEngine
+    desk: DescriptorDesk
+    descriptor_socket: Path
+
+    async def map(
+        self, session: EngineSession, wanted: Registration, send: Callable[[gpuagent_pb2.EngineResponse], None]
+    ) -> None:
+        """Take the session's descriptors if it has any, map its memory; sends `registered` and `ready`.
+
+        Raises InvalidRequest naming a handle that does not fit or is not offered in time, Overloaded when the process
+        that offers them has half of all sessions.
+        """
+        if wanted.match_only:
+            await session.only_match()
+            send(gpuagent_pb2.EngineResponse(registered=self._registered(session, b"")))
+            send(gpuagent_pb2.EngineResponse(ready=self._ready()))
+            return
+        shared = [handle for handle in wanted.handles if handle.ipc is None]
+        inbox = self.desk.open([handle.size_bytes for handle in shared] + [HOLD_FILE_BYTES] * wanted.hold_file)
+        try:
+            send(gpuagent_pb2.EngineResponse(registered=self._registered(session, inbox.token)))
+            await inbox.wait(OFFER_TIMEOUT_S)
+            self.engine.claim(session, inbox.process)
+            descriptors = inbox.take()
+            # Nothing is awaited in between: the descriptors always have an owner.
+            hold_file = HoldFile(descriptors.pop()) if wanted.hold_file else None
+            handles = [replace(handle, descriptor=fd) for handle, fd in zip(shared, descriptors, strict=True)]
+            await session.map_cache(handles or wanted.handles, wanted.events, hold_file)
+        finally:
+            self.desk.drop(inbox)
+        send(gpuagent_pb2.EngineResponse(ready=self._ready()))
+
+    def _ready(self) -> gpuagent_pb2.EngineReady:
+        return gpuagent_pb2.EngineReady(
+            device=self.engine.device.name,
+            max_request_chunks=self.engine.config.max_request_chunks,
+            link_bytes_per_s=self.engine.link_bytes_per_s,
+        )
+
+    def _registered(self, session: EngineSession, token: bytes) -> gpuagent_pb2.EngineRegistered:
+        grid = session.rank.grid
+        return gpuagent_pb2.EngineRegistered(
+            session_id=session.session_id,
+            keyspace_id=session.rank.keyspace,
+            hash_key=session.hash_key,
+            grid=common_pb2.ShardGrid(layer_groups=grid.layer_groups, splits=grid.splits),
+            shards=session.rank.shards,
+            descriptor_socket=str(self.descriptor_socket),
+            descriptor_token=token,
+            heartbeat_interval_ms=self.engine.config.heartbeat_interval_ms,
+            version=own_version_to_proto(),
+        )
+
 
 DEFAULT_LOAD_WAIT_S = 30.0
 GATHERED_AFTER_S = 0.005  # an engine that keeps its blocks hears of the copy alone when the commit takes longer

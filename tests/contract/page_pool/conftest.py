@@ -17,7 +17,7 @@ from kvpool.core.outcome import Tier
 from kvpool.core.spans import PageSpan
 from kvpool_gpuagent.adapters import arena_pool, stream_pool
 from kvpool_gpuagent.adapters.arena_pool import ArenaLink, ArenaPool
-from kvpool_gpuagent.adapters.bounce import PeerClients
+from kvpool_gpuagent.adapters.page_streams import PeerClients
 from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
 from kvpool_gpuagent.ports import PagePool
 from tests.fixtures.agent_fakes import MemoryCluster, MemoryPool

@@ -14,8 +14,8 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.page import HEADER_BYTES
 from kvpool.core.spans import PageSpan
 from kvpool.testing import eventually
-from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.pages import AcquiredPages, PageSlots, no_slots
+from kvpool_gpuagent.core.sources import LoadSource
 from kvpool_gpuagent.ports import PagePool
 from tests.contract.page_pool.conftest import WINDOW_PAGES, Pools
 from tests.fixtures.pagestore import PAGE_BYTES, PAYLOAD_BYTES

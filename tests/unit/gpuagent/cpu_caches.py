@@ -19,8 +19,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import HEADER_BYTES, page_bytes
 from kvpool.core.payload import payload_bytes
-from kvpool_gpuagent.adapters.cpu_cache import CpuCache
-from kvpool_gpuagent.adapters.cpu_device import CpuDevice
+from kvpool_gpuagent.adapters.cpu.device import CpuCache, CpuDevice
 from kvpool_gpuagent.core.pages import CopyBatch
 from kvpool_gpuagent.ports import MappedHandle
 

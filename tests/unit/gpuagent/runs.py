@@ -19,11 +19,11 @@ from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
 from kvpool.core.spans import ChunkRange
-from kvpool_gpuagent.core.bandwidth import CopiedBytes
 from kvpool_gpuagent.core.requests import ChunkSource, LoadOutcome, Rank, StoreOutcome
-from kvpool_gpuagent.loading import LoadRun
+from kvpool_gpuagent.core.sources import CopiedBytes
+from kvpool_gpuagent.engine.loading import LoadRun
+from kvpool_gpuagent.engine.storing import StoreRun
 from kvpool_gpuagent.metrics import AgentMetrics
-from kvpool_gpuagent.storing import StoreRun
 from tests.fixtures.agent_fakes import Faults, MemoryCache, MemoryCluster, MemoryPool
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 4, 8),), dtype=Dtype.BF16, chunk_tokens=32)

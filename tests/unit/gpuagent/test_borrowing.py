@@ -12,10 +12,10 @@ import pytest
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KeyspaceMismatch
 from kvpool.testing import eventually
-from kvpool_gpuagent import borrowing
-from kvpool_gpuagent.borrowing import Borrowings
 from kvpool_gpuagent.core.pulls import SourceName
 from kvpool_gpuagent.core.requests import Rank
+from kvpool_gpuagent.engine import peers
+from kvpool_gpuagent.engine.peers import Borrowings
 
 RIGHT, WRONG = b"k" * 16, b"w" * 16
 
@@ -86,7 +86,7 @@ async def test_who_asks_in_another_keyspace_spoils_it_for_nobody() -> None:
 async def test_a_cache_that_was_just_borrowed_is_not_given_back_for_those_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(borrowing, "MAX_BORROWED", 1)
+    monkeypatch.setattr(peers, "MAX_BORROWED", 1)
     agents = Agents()
     agents.may_answer.set()
     borrowings = Borrowings(cast(Any, Device()), agents)

@@ -17,8 +17,8 @@ from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import MappedSegment
 from kvpool.core.page import page_bytes
 from kvpool.core.payload import payload_bytes
-from kvpool_gpuagent.adapters import cpu_device
-from kvpool_gpuagent.adapters.cpu_device import CpuDevice
+from kvpool_gpuagent.adapters.cpu import device as cpu_device
+from kvpool_gpuagent.adapters.cpu.device import CpuDevice
 from kvpool_gpuagent.ports import MappedHandle
 from tests.unit.gpuagent.cpu_caches import DIM, HEADS, LAYERS, Page, batch_of, make_spec, offer
 

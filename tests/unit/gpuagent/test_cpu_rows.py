@@ -21,7 +21,7 @@ from kvpool.core.layout_presets import (
 from kvpool.core.payload import ShardPayload
 from kvpool.core.payload_codec import decode_payload, encode_payload
 from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
-from kvpool_gpuagent.adapters.cpu_rows import ShardRows, plane_runs
+from kvpool_gpuagent.adapters.cpu.rows import ShardRows, plane_runs
 from tests.unit.core.random_layouts import noise_of, random_layouts, small_grids, small_specs
 from tests.unit.core.strategies import head_borders, split_at
 from tests.unit.core.test_plane_table import rank_of

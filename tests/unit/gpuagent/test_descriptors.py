@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvpool.core.errors import InvalidRequest
-from kvpool_gpuagent.descriptors import DescriptorDesk
+from kvpool_gpuagent.engine.descriptors import DescriptorDesk
 from kvpool_server.fds import PeerCredentials
 
 PEER = PeerCredentials(pid=1, uid=0, gid=0)

@@ -12,10 +12,9 @@ import pytest
 from kvpool.core.cancel import CancelToken
 from kvpool.core.spans import Int64s
 from kvpool.testing import eventually
-from kvpool_gpuagent.adapters.gpu_copies import Issued
-from kvpool_gpuagent.adapters.gpu_lane import MOST_PASSED, Lane, Transfer
-from kvpool_gpuagent.adapters.gpu_scratch import Scratch
-from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
+from kvpool_gpuagent.adapters.gpu.copy_paths import Issued, LaneStreams
+from kvpool_gpuagent.adapters.gpu.scratch import Scratch
+from kvpool_gpuagent.adapters.gpu.transfer_queue import MOST_PASSED, Lane, Transfer
 from kvpool_gpuagent.core.pages import FIRST_WINDOW_ORDER, CopyBatch
 from tests.fixtures.host_gpu import HostRuntime
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvpool.core.cancel import CancelToken
-from kvpool_gpuagent.adapters.gpu_cache import Direction
-from kvpool_gpuagent.adapters.gpu_copies import Mover
-from kvpool_gpuagent.adapters.gpu_lane import Lane
+from kvpool_gpuagent.adapters.gpu.cache import Direction
+from kvpool_gpuagent.adapters.gpu.copy_paths import Mover
+from kvpool_gpuagent.adapters.gpu.transfer_queue import Lane
 from kvpool_gpuagent.core.pages import CopyBatch
 
 RUNS, KERNELS = cast(Mover, object()), cast(Mover, object())

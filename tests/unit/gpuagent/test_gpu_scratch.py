@@ -6,8 +6,8 @@ from typing import cast
 
 import torch
 
-from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
-from kvpool_gpuagent.adapters.gpu_scratch import ALIGNMENT_BYTES, Scratch
+from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime
+from kvpool_gpuagent.adapters.gpu.scratch import ALIGNMENT_BYTES, Scratch
 
 
 class _HostMemory:

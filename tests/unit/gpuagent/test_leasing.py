@@ -10,8 +10,8 @@ from kvpool.core.errors import KvPoolError, LeaseLost, NotServed, Overloaded
 from kvpool.testing import eventually
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.leases import LeaseBudget
-from kvpool_gpuagent.leasing import LeaseOutcome, SessionLeases
-from kvpool_gpuagent.locations import ChainLocations, SeenChunks
+from kvpool_gpuagent.engine.leasing import LeaseOutcome, SessionLeases
+from kvpool_gpuagent.engine.locations import ChainLocations, SeenChunks
 from tests.fixtures.agent_fakes import MemoryIndex
 from tests.unit.gpuagent.runs import RANK, SHARDS, Bench, chunk_hash, span
 

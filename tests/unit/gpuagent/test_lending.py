@@ -11,9 +11,9 @@ import pytest
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import Stopped
 from kvpool.v1 import gpuagent_pb2
-from kvpool_gpuagent import servicer_peers
+from kvpool_gpuagent import servicer
+from kvpool_gpuagent.engine.session import CacheUse
 from kvpool_gpuagent.ports import EngineCache
-from kvpool_gpuagent.session import CacheUse
 from tests.fixtures.patience import PATIENCE_S
 
 
@@ -25,7 +25,7 @@ async def checks() -> AsyncIterator[gpuagent_pb2.LendCacheRequest]:
 
 @pytest.mark.parametrize("reads", [0, 1])
 async def test_a_borrower_that_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, reads: int) -> None:
-    monkeypatch.setattr(servicer_peers, "LENT_BACK_S", 0.05)
+    monkeypatch.setattr(servicer, "LENT_BACK_S", 0.05)
     written: list[gpuagent_pb2.LendCacheResponse] = []
     is_stuck = asyncio.Event()
 
@@ -36,7 +36,7 @@ async def test_a_borrower_that_reads_nothing_is_not_waited_for(monkeypatch: pyte
         written.append(response)
 
     use = CacheUse(cast(EngineCache, None), CancelToken())
-    answering = asyncio.ensure_future(servicer_peers._answer(checks(), write, use))
+    answering = asyncio.ensure_future(servicer._answer(checks(), write, use))
     await is_stuck.wait()
     use.stop.cancel()
     with pytest.raises(Stopped):
@@ -44,7 +44,7 @@ async def test_a_borrower_that_reads_nothing_is_not_waited_for(monkeypatch: pyte
 
 
 async def test_the_end_is_said_to_who_does_not_read_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer_peers, "LENT_BACK_S", 0.05)
+    monkeypatch.setattr(servicer, "LENT_BACK_S", 0.05)
 
     async def silent() -> AsyncIterator[gpuagent_pb2.LendCacheRequest]:
         await asyncio.Event().wait()
@@ -56,4 +56,4 @@ async def test_the_end_is_said_to_who_does_not_read_for_so_long_and_no_longer(mo
     use = CacheUse(cast(EngineCache, None), CancelToken())
     use.stop.cancel()
     with pytest.raises(Stopped, match="kept its cache"):
-        await asyncio.wait_for(servicer_peers._answer(silent(), write, use), PATIENCE_S)
+        await asyncio.wait_for(servicer._answer(silent(), write, use), PATIENCE_S)

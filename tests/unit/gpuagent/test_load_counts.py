@@ -7,11 +7,11 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.core.errors import Stopped
 from kvpool.v1 import gpuagent_pb2
-from kvpool_gpuagent.core.bandwidth import Bandwidths, LoadSource
 from kvpool_gpuagent.core.requests import LoadOutcome
+from kvpool_gpuagent.core.sources import Bandwidths, LoadSource
+from kvpool_gpuagent.engine.session import count_load
 from kvpool_gpuagent.messages import compute_speed_from_proto
 from kvpool_gpuagent.metrics import AgentMetrics
-from kvpool_gpuagent.session import count_load
 
 OUTCOME = LoadOutcome(chunk_count=2, loaded_chunks=2, tokens={LoadSource.DISK: 300, LoadSource.STAGING: 100})
 

@@ -11,8 +11,8 @@ from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, LeaseLost, PageCorrupt, PageMissing, ServiceUnavailable, Stopped
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.testing import eventually
-from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.requests import ChunkSource
+from kvpool_gpuagent.core.sources import LoadSource
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.standstill import stood_still
 from tests.fixtures.virtual_time import run_virtually

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.client.config import ClientConfig
 from kvpool.core.errors import InvalidRequest, ServiceUnavailable
-from kvpool_gpuagent.adapters.peer_agents import GrpcPeerAgents
+from kvpool_gpuagent.adapters.grpc_clients import GrpcPeerAgents
 
 
 def _link(here: Path, listening: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvpool_gpuagent.adapters.peer_memory import PeerMemory
+from kvpool_gpuagent.adapters.gpu.peers import PeerMemory
 
 
 def test_a_mapping_that_cannot_be_undone_keeps_no_other() -> None:

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from kvpool_gpuagent.adapters.pinned_extents import PinnedExtents
+from kvpool_gpuagent.adapters.gpu.cuda_runtime import PinnedExtents
 
 
 def at(*addresses: int) -> npt.NDArray[np.int64]:

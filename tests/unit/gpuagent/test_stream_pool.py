@@ -23,9 +23,9 @@ from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
 from kvpool.core.spans import PageSpan
 from kvpool.testing import eventually
 from kvpool_gpuagent.adapters import stream_pool
-from kvpool_gpuagent.adapters.bounce import PeerClients
+from kvpool_gpuagent.adapters.page_streams import PeerClients
 from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
-from kvpool_gpuagent.core.bandwidth import LoadSource
+from kvpool_gpuagent.core.sources import LoadSource
 from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, PAYLOAD_BYTES, SPEC, fill_page
 from tests.fixtures.patience import PATIENCE_S
 

@@ -7,7 +7,7 @@ import pytest
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, Stopped
 from kvpool_gpuagent.adapters.budget import Budget
-from kvpool_gpuagent.waiting import until_cancelled
+from kvpool_gpuagent.engine.waiting import until_cancelled
 
 
 async def value(result: int = 7) -> int:

@@ -19,10 +19,9 @@ from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
 from kvpool.core.spans import Bytes, Int32s, PageSpan
-from kvpool_gpuagent.adapters.bounce import BounceBuffers, PeerClients
-from kvpool_gpuagent.adapters.stream_reading import PageReading, PageWish
-from kvpool_gpuagent.core.bandwidth import LoadSource
+from kvpool_gpuagent.adapters.page_streams import BounceBuffers, PageReading, PageWish, PeerClients
 from kvpool_gpuagent.core.pages import AcquiredPages, PageSlots, ReservedPages, no_slots
+from kvpool_gpuagent.core.sources import LoadSource
 
 WRITE_TIMEOUT_S = 60.0
 RESERVE_WAIT_S = 3.0  # of a store, for the index and for other stores of this agent to end

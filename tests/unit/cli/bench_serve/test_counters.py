@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool.cli.bench_serve.counters import Scrape, counters_from_text, metrics_url, moved, scrape, tiers
 from kvpool.cli.bench_serve.http import open_session
-from kvpool_gpuagent.core.bandwidth import LoadSource
+from kvpool_gpuagent.core.sources import LoadSource
 from kvpool_gpuagent.metrics import AgentMetrics
 from tests.fixtures.openai_server import OpenAiServer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpool_gpuagent.core.bandwidth import Bandwidths, LoadSource
+from kvpool_gpuagent.core.sources import Bandwidths, LoadSource
 
 
 def test_nothing_measured_is_nothing_estimated() -> None:

@@ -14,8 +14,7 @@ from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.layout_presets import contiguous_layout, vllm_cpu_opaque_layout
 from kvpool.core.retention import Retention
 from kvpool.core.spans import ChunkRange, PageSpan
-from kvpool_gpuagent.core.checks import check_load, check_store
-from kvpool_gpuagent.core.requests import Rank, page_span, window_of
+from kvpool_gpuagent.core.requests import Rank, check_load, check_store, page_span, window_of
 from tests.unit.gpuagent.runs import LAYOUT, RANK, SPEC, chunk_hash, span
 
 MAX_CHUNKS = 64

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool_gpuagent.adapters.gpu_lane import FIRST_BYTES, IDLE_BYTES, BurstSizer
-from kvpool_gpuagent.adapters.gpu_scratch import Extents
+from kvpool_gpuagent.adapters.gpu.scratch import Extents
+from kvpool_gpuagent.adapters.gpu.transfer_queue import FIRST_BYTES, IDLE_BYTES, BurstSizer
 
 MIB = 1 << 20
 

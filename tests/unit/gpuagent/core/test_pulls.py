@@ -13,8 +13,7 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
-from kvpool_gpuagent.core.peer_planes import CacheSide, peer_planes
-from kvpool_gpuagent.core.pulls import PullCells, SourceName, TokenPull, cells_of, check_writes
+from kvpool_gpuagent.core.pulls import CacheSide, PullCells, SourceName, TokenPull, cells_of, check_writes, peer_planes
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(8, 4, 16),), dtype=Dtype.BF16, chunk_tokens=32)
 

@@ -5,8 +5,7 @@ import pytest
 from kvpool.core.cluster import ChainMatch, Location, MatchRun, NodeInfo, NodeKind
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
-from kvpool_gpuagent.core.bandwidth import LoadSource
-from kvpool_gpuagent.core.sources import source_runs
+from kvpool_gpuagent.core.sources import LoadSource, source_runs
 from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 
 HERE, THERE, SILENT, GONE = (bytes([number]) * 16 for number in range(1, 5))

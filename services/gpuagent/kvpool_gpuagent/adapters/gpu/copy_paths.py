@@ -6,6 +6,7 @@ is the pagestore.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,12 +16,54 @@ import numpy as np
 from kvpool.core.page import HEADER_BYTES, SLOT_ALIGNMENT_BYTES
 from kvpool.core.plane_table import PlaneTable
 from kvpool.core.spans import Int64s
-from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Mark, Stream
-from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
+from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime, Mark, Stream
 from kvpool_gpuagent.core.copy_runs import RunTable
 from kvpool_gpuagent.core.pages import CopyBatch
-from kvpool_gpuagent.kernels.burst_tables import BurstPages, BurstTables, TablePool
-from kvpool_gpuagent.kernels.cache_kernels import CacheKernels
+from kvpool_gpuagent.kernels.cache_kernels import BurstPages, BurstTables, CacheKernels, TablePool
+
+MOST_KERNEL_STREAMS = 4  # as many as bursts are in flight
+
+
+class LaneStreams:
+    """Of one lane. Kernel streams are made when first needed."""
+
+    def __init__(self, runtime: GpuRuntime, most_streams: int = MOST_KERNEL_STREAMS) -> None:
+        """most_streams: bursts beyond them share one."""
+        self.copies = runtime.stream(urgent=True)
+        self._runtime, self._most_streams = runtime, most_streams
+        self._lock = threading.Lock()
+        self._streams: list[Stream] = []
+        self._bursts: list[int] = []  # of each stream, in flight; one that failed counts for good: see `take`
+
+    def take(self) -> Stream:
+        """A stream for one burst; kernels launched in this thread go to it.
+
+        One that no burst in flight uses, if there may be one. Else the burst follows others on theirs: slower, and
+        right, because the lane's one issuing thread launches all kernels of a burst before those of the next. So no one
+        waits here for what a burst that failed never gives back.
+        """
+        with self._lock:
+            if not self._bursts or (min(self._bursts) and len(self._streams) < self._most_streams):
+                self._streams.append(self._runtime.stream(urgent=True))
+                self._bursts.append(0)
+            number = self._bursts.index(min(self._bursts))
+            self._bursts[number] += 1
+            stream = self._streams[number]
+        self._runtime.launch_on(stream)
+        return stream
+
+    def give(self, stream: Stream) -> None:
+        """Its burst is over."""
+        with self._lock:
+            self._bursts[self._streams.index(stream)] -= 1
+
+    def synchronize(self) -> None:
+        """Block until all work of the lane has ended. Raises what the GPU reports."""
+        with self._lock:
+            streams = [self.copies, *self._streams]
+        for stream in streams:
+            stream.synchronize()
+
 
 MOST_RUN_PAGES = 1024  # of a burst that needs no scratch
 MOST_KERNEL_PAGES = 512

@@ -17,10 +17,10 @@ from kvpool.core.outcome import Admission
 from kvpool.core.spans import Bytes, ChunkRange, Int32s, PageSpan
 from kvpool_gpuagent.core.pages import CopyBatch, PageSlots, no_slots
 from kvpool_gpuagent.core.requests import Rank, StoreOutcome, page_span, window_of
-from kvpool_gpuagent.events import EnginePassed
+from kvpool_gpuagent.engine.events import EnginePassed
+from kvpool_gpuagent.engine.waiting import until_cancelled
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PagePool
-from kvpool_gpuagent.waiting import until_cancelled
 
 _log = logging.getLogger(__name__)
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +23,51 @@ import torch
 
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError, NotServed, Stopped
-from kvpool_gpuagent.adapters.finishing import finished
-from kvpool_gpuagent.adapters.gpu_cache import GpuCache
-from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Int64s, Stream
-from kvpool_gpuagent.adapters.peer_memory import PeerMemory
-from kvpool_gpuagent.core.peer_planes import CacheSide, PeerPlanes, peer_planes
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.layout import EngineLayout
+from kvpool_gpuagent.adapters.gpu.cache import GpuCache
+from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime, Int64s, Stream
+from kvpool_gpuagent.adapters.gpu.transfer_queue import finished
+from kvpool_gpuagent.core.pulls import CacheSide, PeerPlanes, peer_planes
 from kvpool_gpuagent.kernels.peer_pull import PullPlanes, pull_rows, pull_shape
 from kvpool_gpuagent.ports import PeerCache, PulledBytes, PullPart
+
+
+class PeerMemory:
+    """See ports.PeerCache. Thread-safe."""
+
+    def __init__(
+        self,
+        spec: KeyspaceSpec,
+        layout: EngineLayout,
+        home: int,
+        open_at: Callable[[int], tuple[Sequence[int], Callable[[], None]]],
+    ) -> None:
+        """home: ordinal of the GPU that holds the cache. open_at: maps it for kernels of a GPU; returns the addresses
+        of its handles and what unmaps them."""
+        self.spec, self.layout, self.home = spec, layout, home
+        self._open_at = open_at
+        self._lock = threading.Lock()
+        self._opened: dict[int, tuple[Sequence[int], Callable[[], None]]] = {}
+
+    def addresses(self, ordinal: int) -> Sequence[int]:
+        """Of each handle, for kernels of this GPU. Blocks while it maps; raises InvalidRequest, NotServed."""
+        with self._lock:
+            if ordinal not in self._opened:
+                self._opened[ordinal] = self._open_at(ordinal)
+            return self._opened[ordinal][0]
+
+    def unmap(self) -> None:
+        """Undo all mappings, also when some cannot be; no kernel uses them any more. Idempotent; may block shortly."""
+        with self._lock, ExitStack() as undoing:
+            while self._opened:
+                _, (_, undo) = self._opened.popitem()
+                undoing.callback(undo)
+
+    async def close(self) -> None:
+        """See ports.PeerCache."""
+        await asyncio.to_thread(self.unmap)
+
 
 _log = logging.getLogger(__name__)
 

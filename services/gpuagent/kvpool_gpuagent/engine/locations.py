@@ -14,9 +14,9 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.spans import ChunkRange
 from kvpool_gpuagent.core.requests import ChunkSource, Rank
 from kvpool_gpuagent.core.sources import SourceRun, source_runs
+from kvpool_gpuagent.engine.waiting import until_cancelled
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import IndexPort, PagePool
-from kvpool_gpuagent.waiting import until_cancelled
 
 
 class SeenChunks:

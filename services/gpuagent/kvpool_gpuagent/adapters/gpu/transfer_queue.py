@@ -14,18 +14,33 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError
 from kvpool.core.spans import Int64s
-from kvpool_gpuagent.adapters.finishing import finished
-from kvpool_gpuagent.adapters.gpu_copies import Issued, Mover
-from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
-from kvpool_gpuagent.adapters.gpu_scratch import Scratch
-from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
+from kvpool_gpuagent.adapters.gpu.copy_paths import Issued, LaneStreams, Mover
+from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime
+from kvpool_gpuagent.adapters.gpu.scratch import Scratch
 from kvpool_gpuagent.core.pages import FIRST_WINDOW_ORDER, CopyBatch
+
+T = TypeVar("T")
+
+
+async def finished(work: asyncio.Future[T]) -> tuple[asyncio.Future[T], bool]:
+    """The work once it is done, and whether the caller was cancelled meanwhile: only then may it tell so, too."""
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            cancelled = True
+        except Exception:
+            break  # the work's own: whoever asks it gets it
+    return work, cancelled
+
 
 _log = logging.getLogger(__name__)
 

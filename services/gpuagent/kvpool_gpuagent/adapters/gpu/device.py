@@ -18,13 +18,11 @@ from kvpool.core.layout import EngineLayout
 from kvpool.core.plane_table import PlaneTable
 from kvpool.cuda.driver import CudaError
 from kvpool.cuda.ipc import IpcMappings, open_event
-from kvpool_gpuagent.adapters.cuda_runtime import CudaRuntime
-from kvpool_gpuagent.adapters.finishing import finished
-from kvpool_gpuagent.adapters.gpu_cache import GpuCache
-from kvpool_gpuagent.adapters.gpu_peer import PeerPuller
-from kvpool_gpuagent.adapters.gpu_transfers import TransferEngine
+from kvpool_gpuagent.adapters.gpu.cache import GpuCache, TransferEngine
+from kvpool_gpuagent.adapters.gpu.cuda_runtime import CudaRuntime
+from kvpool_gpuagent.adapters.gpu.peers import PeerMemory, PeerPuller
+from kvpool_gpuagent.adapters.gpu.transfer_queue import finished
 from kvpool_gpuagent.adapters.link_speed import gpu_link
-from kvpool_gpuagent.adapters.peer_memory import PeerMemory
 from kvpool_gpuagent.ports import EngineCache, MappedHandle, PeerCache, PulledBytes, PullPart
 
 _log = logging.getLogger(__name__)

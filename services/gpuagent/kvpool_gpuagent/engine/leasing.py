@@ -22,10 +22,10 @@ from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.leases import LeaseBudget, LeaseShare, PageNeed
 from kvpool_gpuagent.core.pages import PageSlots
 from kvpool_gpuagent.core.requests import ChunkSource, Rank, page_span
-from kvpool_gpuagent.locations import ChainLocations
+from kvpool_gpuagent.engine.locations import ChainLocations
+from kvpool_gpuagent.engine.waiting import cancellation, until_cancelled
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import PagePool
-from kvpool_gpuagent.waiting import cancellation, until_cancelled
 
 _log = logging.getLogger(__name__)
 

@@ -11,17 +11,15 @@ from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.tracing import NO_TRACER, Tracer
-from kvpool_gpuagent.borrowing import PeerAgents
 from kvpool_gpuagent.config import GpuAgentConfig
-from kvpool_gpuagent.core.checks import check_bases
 from kvpool_gpuagent.core.leases import LeaseBudget
-from kvpool_gpuagent.core.requests import Rank
-from kvpool_gpuagent.events import OnEventWaited, SessionEvents
-from kvpool_gpuagent.locations import SeenChunks
+from kvpool_gpuagent.core.requests import Rank, check_bases
+from kvpool_gpuagent.engine.events import OnEventWaited, SessionEvents
+from kvpool_gpuagent.engine.locations import SeenChunks
+from kvpool_gpuagent.engine.peers import PeerPulls
+from kvpool_gpuagent.engine.session import AgentParts, EngineIdentity, EngineSession
 from kvpool_gpuagent.metrics import AgentMetrics
-from kvpool_gpuagent.ports import Device, IndexPort, MappedHandle, PoolFactory
-from kvpool_gpuagent.pulling import PeerPulls
-from kvpool_gpuagent.session import AgentParts, EngineIdentity, EngineSession
+from kvpool_gpuagent.ports import Device, IndexPort, MappedHandle, PeerAgents, PoolFactory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,13 +14,13 @@ from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool.core.grid import shards_in
 from kvpool.core.spans import Bytes, ChunkRange, Int32s, Int64s
-from kvpool_gpuagent.core.bandwidth import CopiedBytes, LoadSource
 from kvpool_gpuagent.core.pages import FIRST_WINDOW_ORDER, CopyBatch, PageSlots
 from kvpool_gpuagent.core.requests import ChunkSource, LoadOutcome, Rank, page_span, window_of
-from kvpool_gpuagent.events import EnginePassed
+from kvpool_gpuagent.core.sources import CopiedBytes, LoadSource
+from kvpool_gpuagent.engine.events import EnginePassed
+from kvpool_gpuagent.engine.waiting import until_cancelled
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PagePool
-from kvpool_gpuagent.waiting import until_cancelled
 
 _log = logging.getLogger(__name__)
 

@@ -16,22 +16,63 @@ from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Overloade
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.payload import chunk_bytes
 from kvpool.core.spans import ChunkRange
-from kvpool.core.tracing import NO_TRACER, Tracer
+from kvpool.core.tracing import NO_TRACER, PAGES, SERVED_PAGES, Span, Tracer
 from kvpool_gpuagent.config import GpuAgentConfig
-from kvpool_gpuagent.core.bandwidth import Bandwidths, CopiedBytes, LoadSource
-from kvpool_gpuagent.core.checks import check_chunks, check_load, check_store
 from kvpool_gpuagent.core.leases import LeaseBudget
-from kvpool_gpuagent.core.requests import LoadOutcome, Rank, StoreOutcome
-from kvpool_gpuagent.core.sources import SourceRun
-from kvpool_gpuagent.events import SessionEvents, UsedEvent
-from kvpool_gpuagent.hold_file import HoldFile
-from kvpool_gpuagent.leasing import LeaseOutcome, SessionLeases
-from kvpool_gpuagent.loading import LoadRun, ReportProgress
-from kvpool_gpuagent.locations import ChainLocations, SeenChunks
+from kvpool_gpuagent.core.pages import CopyBatch
+from kvpool_gpuagent.core.requests import LoadOutcome, Rank, StoreOutcome, check_chunks, check_load, check_store
+from kvpool_gpuagent.core.sources import Bandwidths, CopiedBytes, LoadSource, SourceRun
+from kvpool_gpuagent.engine.descriptors import HoldFile
+from kvpool_gpuagent.engine.events import SessionEvents, UsedEvent
+from kvpool_gpuagent.engine.leasing import LeaseOutcome, SessionLeases
+from kvpool_gpuagent.engine.loading import LoadRun, ReportProgress
+from kvpool_gpuagent.engine.locations import ChainLocations, SeenChunks
+from kvpool_gpuagent.engine.storing import AskKept, StoreRun
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, EngineCache, IndexPort, MappedHandle, PagePool
-from kvpool_gpuagent.storing import AskKept, StoreRun
-from kvpool_gpuagent.traced_cache import traced
+
+
+def traced(cache: EngineCache, tracer: Tracer) -> EngineCache:
+    """The cache, with spans around its copies; the very same where nothing is traced."""
+    return TracedCache(cache, tracer) if tracer.recording else cache
+
+
+class TracedCache:
+    """See ports.EngineCache."""
+
+    def __init__(self, cache: EngineCache, tracer: Tracer) -> None:
+        self._cache, self._tracer = cache, tracer
+
+    async def event_passed(self, slot: int) -> bool:
+        """See ports.EngineCache. Asked again and again: no span."""
+        return await self._cache.event_passed(slot)
+
+    async def gather(self, batch: CopyBatch, stop: CancelToken) -> bool:
+        """See ports.EngineCache."""
+        with self._tracer.part("gpuagent.gather") as span:
+            _describe(span, batch)
+            complete = await self._cache.gather(batch, stop)
+            if not complete:
+                span.fail("STOPPED")
+        return complete
+
+    async def scatter(self, batch: CopyBatch) -> None:
+        """See ports.EngineCache."""
+        with self._tracer.part("gpuagent.scatter") as span:
+            _describe(span, batch)
+            await self._cache.scatter(batch)
+            if span.recording:
+                span.set({SERVED_PAGES: batch.count})
+
+    async def close(self) -> None:
+        """See ports.EngineCache."""
+        await self._cache.close()
+
+
+def _describe(span: Span, batch: CopyBatch) -> None:
+    if span.recording:
+        span.set({PAGES: batch.count})
+
 
 _log = logging.getLogger(__name__)
 

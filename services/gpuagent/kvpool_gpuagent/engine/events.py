@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from kvpool.core.cancel import CancelToken
 from kvpool.core.ipc import EngineEvent
 from kvpool_gpuagent.core.events import EventLedger
-from kvpool_gpuagent.waiting import until_cancelled
+from kvpool_gpuagent.engine.waiting import until_cancelled
 
 _FIRST_PAUSE_S = 0.0002  # the event loop rounds it up to a millisecond
 MAX_PAUSE_S = 0.002

@@ -6,11 +6,10 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, OutOfDeviceMemory
+from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime, OutOfDeviceMemory
 
 if TYPE_CHECKING:
     import torch
-
 
 _log = logging.getLogger(__name__)
 

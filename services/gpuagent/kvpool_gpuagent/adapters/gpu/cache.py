@@ -5,21 +5,90 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import slot_bytes
 from kvpool.core.plane_table import PlaneTable
-from kvpool_gpuagent.adapters.gpu_cache import Direction
-from kvpool_gpuagent.adapters.gpu_copies import KernelBursts, RunCopies, payload_sizes
-from kvpool_gpuagent.adapters.gpu_lane import Lane
-from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, OutOfDeviceMemory
-from kvpool_gpuagent.adapters.gpu_scratch import Scratch
-from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
+from kvpool_gpuagent.adapters.gpu.copy_paths import KernelBursts, LaneStreams, Mover, RunCopies, payload_sizes
+from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime, OutOfDeviceMemory
+from kvpool_gpuagent.adapters.gpu.scratch import Scratch
+from kvpool_gpuagent.adapters.gpu.transfer_queue import Lane
 from kvpool_gpuagent.core.copy_runs import RunTable
-from kvpool_gpuagent.kernels.burst_tables import TablePool
-from kvpool_gpuagent.kernels.cache_kernels import CacheKernels
+from kvpool_gpuagent.core.pages import CopyBatch
+from kvpool_gpuagent.kernels.cache_kernels import CacheKernels, TablePool
+from kvpool_gpuagent.ports import PeerCache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Direction:
+    """One direction of a cache.
+
+    runs:    the copy engine alone; None if a codec makes other bytes of the rows.
+    kernels: kernels and scratch; None where the GPU has no room for them.
+    by_runs: [shard_count] bool: shards whose runs are long enough for the copy engine alone.
+    """
+
+    lane: Lane
+    runs: Mover | None
+    kernels: Mover | None
+    by_runs: npt.NDArray[np.bool_]
+
+    def mover(self, batch: CopyBatch) -> Mover:
+        """What moves these pages."""
+        mover = self.runs if self.by_runs[batch.shards].all() else self.kernels
+        mover = mover or self.runs or self.kernels
+        assert mover is not None
+        return mover
+
+    async def move(self, batch: CopyBatch, stop: CancelToken) -> bool:
+        """See Lane.move."""
+        return await self.lane.move(self.mover(batch), batch, stop) if batch.count else True
+
+
+class GpuCache:
+    """See ports.EngineCache."""
+
+    def __init__(
+        self,
+        store: Direction,
+        load: Direction,
+        event_passed: Callable[[int], bool],
+        unmap: Callable[[], None],
+        peer: PeerCache | None = None,
+    ) -> None:
+        """event_passed: asks one of the engine's events. unmap: closes memory and events; both may block shortly.
+        peer: the same cache for pulls."""
+        self.store, self.load, self.peer = store, load, peer
+        self._event_passed, self._unmap = event_passed, unmap
+        self._closed = False
+
+    async def event_passed(self, slot: int) -> bool:
+        """See ports.EngineCache."""
+        return self._event_passed(slot)
+
+    async def gather(self, batch: CopyBatch, stop: CancelToken) -> bool:
+        """See ports.EngineCache."""
+        return await self.store.move(batch, stop)
+
+    async def scatter(self, batch: CopyBatch) -> None:
+        """See ports.EngineCache."""
+        await self.load.move(batch, CancelToken())
+
+    async def close(self) -> None:
+        """See ports.EngineCache."""
+        if not self._closed:
+            self._closed = True
+            try:
+                if self.peer is not None:
+                    await self.peer.close()
+            finally:
+                await asyncio.to_thread(self._unmap)
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Engine caches in shared memory."""

@@ -1,0 +1,1 @@
+"""Engine caches on a GPU."""
