@@ -38,6 +38,6 @@ async def test_an_agent_that_cannot_unmap_never_says_that_it_has_let_go(
         assert not handle.hold_ended
         await session._stop_watching()
         assert served._hold_file is not None
-        await served._hold_file.let_go()
+        await served._hold_file.release()
         engine.close()
     assert "stay held until this process ends" in caplog.text

@@ -21,5 +21,5 @@ else:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What agents wait for each other is not what these tests are about, and the machine may stand still."""
-    for name in ("engine.peers.BORROW_TIMEOUT_S", "engine.peers.CHECK_TIMEOUT_S", "servicer.LENT_BACK_S"):
+    for name in ("engine.peers.LEASE_TIMEOUT_S", "engine.peers.CHECK_TIMEOUT_S", "servicer.RETURN_TIMEOUT_S"):
         monkeypatch.setattr(f"kvpool_gpuagent.{name}", PATIENCE_S)

@@ -27,7 +27,7 @@ from kvpool.core.ipc import EngineEvent, IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent.core.pulls import SourceName, TokenPull, WantedPull
-from kvpool_gpuagent.servicer import CacheLender
+from kvpool_gpuagent.servicer import SharedCaches
 from tests.fixtures.agent import CLIENT, EngineProcess, World, running_agent
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import Rank, peer_host
@@ -257,9 +257,9 @@ async def test_caches_are_lent_within_their_tenant_only() -> None:
             sent.append(response)
 
         with pytest.raises(TenantDenied):
-            await CacheLender(host.agents[0].engine, lambda: "other").serve(requests(), write)
+            await SharedCaches(host.agents[0].engine, lambda: "other").serve(requests(), write)
         assert not sent
-        await CacheLender(host.agents[0].engine, lambda: "default").serve(requests(), write)
+        await SharedCaches(host.agents[0].engine, lambda: "default").serve(requests(), write)
         assert sent[0].lent.layout.block_tokens == 8
 
 

@@ -1,4 +1,4 @@
-"""Who an agent is: its data directory with lock and node id, its host, and how engines of a GPU find it."""
+"""An agent's identity: its data directory with lock and node id, its host, and how engines of a GPU find it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def host_identity(configured: str) -> str:
 
 
 def announce(socket: Path, *, device: str, device_uuid: str, host_id: str) -> Callable[[], None]:
-    """Tell engines of this machine which GPU's agent listens on a socket, by a JSON file beside it.
+    """Announce to engines of this machine which GPU's agent listens on a socket, by a JSON file beside it.
 
     device: cpu or cuda. device_uuid: of the GPU; empty for cpu. returns: what takes the file away. An agent that cannot
     write it serves the engines that name it.

@@ -28,7 +28,7 @@ from kvpool_gpuagent.adapters.page_streams import PeerClients
 from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.engine.agent import GpuAgentEngine
-from kvpool_gpuagent.engine.descriptors import DescriptorDesk
+from kvpool_gpuagent.engine.descriptors import FdExchange
 from kvpool_gpuagent.identity import DataDirectory, announce, host_identity
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, PagePool
@@ -97,7 +97,7 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         client = IndexClient(calling)
         stack.push_async_callback(client.close)
         engine, arena = _engine(config, calling, client, registry, stack, stop)
-        desk = DescriptorDesk()
+        desk = FdExchange()
         descriptor_socket = config.socket.with_name(config.socket.name + ".fds").absolute()
         registrar = Registrar(engine, desk, descriptor_socket)
         page_pool = "arena" if config.pagestore_socket else "remote"

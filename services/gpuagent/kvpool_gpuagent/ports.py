@@ -31,8 +31,8 @@ class EngineCache(Protocol):
     no work of that call touches cache or slots any more. A device that fails raises KvPoolError.
 
     Engine events are looked at from the host, and no work is ever enqueued behind one: an event of a hung or dead
-    engine may never fire, and a stream that waits for it could be neither cancelled nor closed. So whoever stores or
-    loads asks `event_passed` until it says yes, and calls `gather` or `scatter` after that: whatever these launch, in
+    engine may never fire, and a stream that waits for it could be neither cancelled nor closed. So a store or a
+    load asks `event_passed` until it is true, and calls `gather` or `scatter` after that: whatever these launch, in
     whatever order windows overlap, comes after the engine's work.
     """
 
@@ -143,7 +143,7 @@ class Device(Protocol):
 
         Sources are caches of `map_cache` or of `map_peer`, each at most once, none of them closed before this has
         ended. Once it has returned, or raised, or its cancelled caller has got CancelledError, it touches no memory any
-        more. Raises NotServed where there is no GPU or no way between two of them, Stopped if `stop` was cancelled
+        more. Raises NotServed without a GPU, or without a link between two of them, Stopped if `stop` was cancelled
         before it began, KvPoolError when the GPU fails; the destination's slots then hold anything.
         """
         ...
@@ -165,7 +165,7 @@ class Device(Protocol):
 
 
 class PagePool(Protocol):
-    """Pages of the cluster as one engine session sees them: through the local pagestore's arena, or page streams.
+    """The pages of the cluster as one engine session sees them: through the local pagestore's arena, or page streams.
 
     A broken session raises ServiceUnavailable or SessionUnknown from every call. A caller that asks for more than is
     free waits for what others give back, first come first served, and holds none of it meanwhile. A slot's memory must
@@ -211,9 +211,10 @@ class PagePool(Protocol):
         ...
 
     def acquire(self, span: PageSpan, wait_s: float) -> AsyncGenerator[AcquiredPages, None]:
-        """Yield pages as they settle, each once: true ones under leases, and what is not to be had.
+        """Yield pages as they are answered, each once: true ones under leases, and what is not to be had.
 
-        A consumer that closes the generator early owns what was yielded; what settles later is released by the pool.
+        A consumer that closes the generator early owns what was yielded; what is answered later is released by the
+        pool.
         """
         ...
 
@@ -222,7 +223,7 @@ class PagePool(Protocol):
         ...
 
     async def connect(self) -> None:
-        """Reach the pagestore now rather than at the first page; failing is no error, each call tries again."""
+        """Reach the pagestore now rather than at the first page; a failure is not reported, each call tries again."""
         ...
 
     async def close(self) -> None:
@@ -270,7 +271,7 @@ class CacheLoan(Protocol):
 
     @property
     def ended(self) -> asyncio.Event:
-        """Set when the lender wants it back or cannot be reached any more; who wants to give it back may set it."""
+        """Set when the owner wants it back or cannot be reached any more, or to give it back."""
         ...
 
     async def check(self, timeout_s: float) -> None:
@@ -285,6 +286,6 @@ class CacheLoan(Protocol):
 class PeerAgents(Protocol):
     """Other agents of this host."""
 
-    async def borrow(self, endpoint: str, session_id: bytes, keyspace: bytes, timeout_s: float) -> CacheLoan:
+    async def lease(self, endpoint: str, session_id: bytes, keyspace: bytes, timeout_s: float) -> CacheLoan:
         """Raises SessionUnknown, KeyspaceMismatch, TenantDenied, NotServed, ServiceUnavailable, ..."""
         ...

@@ -21,14 +21,14 @@ from kvpool_gpuagent.engine.waiting import cancellation, until_cancelled
 from kvpool_gpuagent.stream import EngineHandler, Registrar, session_rules
 from kvpool_server.session_stream import SessionStream, peer_address
 
-LENT_BACK_S = 5.0  # a borrower that still has copies running then reads on, but none of them will count
+RETURN_TIMEOUT_S = 5.0  # a borrower that still has copies running then reads on, but none of them will count
 
 Requests = AsyncIterator[gpuagent_pb2.LendCacheRequest]
 Write = Callable[[gpuagent_pb2.LendCacheResponse], Coroutine[Any, Any, None]]
 
 
 def wanted_from_proto(request: gpuagent_pb2.PeerPullRequest) -> WantedPull:
-    """As it came: checked is it later, once the event it names is in hand."""
+    """Convert without checks: those come later, once the event that it names is in use."""
     return WantedPull(
         pull_id=request.pull_id,
         pulls=tuple(
@@ -49,7 +49,7 @@ def wanted_from_proto(request: gpuagent_pb2.PeerPullRequest) -> WantedPull:
 
 
 def outcome_to_proto(outcome: PullOutcome) -> gpuagent_pb2.PeerPullResponse:
-    """Of a pull that counts."""
+    """Return the answer of a pull that counts."""
     return gpuagent_pb2.PeerPullResponse(
         size_bytes=outcome.moved.size_bytes,
         copy_us=round(outcome.moved.copy_s * 1e6),
@@ -65,8 +65,8 @@ def outcome_to_proto(outcome: PullOutcome) -> gpuagent_pb2.PeerPullResponse:
     )
 
 
-class CacheLender:
-    """Serves LendCache: lends sessions' caches to other agents of this host."""
+class SharedCaches:
+    """Serves LendCache: shares sessions' caches with other agents of this host."""
 
     def __init__(self, engine: GpuAgentEngine, tenant: Callable[[], str]) -> None:
         """tenant: of the caller."""
@@ -77,12 +77,12 @@ class CacheLender:
         first = await anext(requests, None)
         if first is None or not first.HasField("borrow"):
             raise InvalidRequest("the first message of LendCache must be `borrow`")
-        session = self._lendable(first.borrow)
-        with session.lend() as use:
+        session = self._shareable(first.borrow)
+        with session.share() as use:
             await write(gpuagent_pb2.LendCacheResponse(lent=_lent(session)))
             await _answer(requests, write, use)
 
-    def _lendable(self, wanted: gpuagent_pb2.BorrowCache) -> EngineSession:
+    def _shareable(self, wanted: gpuagent_pb2.BorrowCache) -> EngineSession:
         if self._tenant() != self._engine.config.tenant:
             raise TenantDenied("this agent's engines are of another tenant")
         session = self._engine.session_of(check_id(wanted.session_id, "session_id"))
@@ -110,12 +110,12 @@ async def _answer(requests: Requests, write: Write, use: CacheUse) -> None:
             await until_cancelled(write(gpuagent_pb2.LendCacheResponse(alive=request.check)), use.stop)
             reading = asyncio.ensure_future(anext(requests, None))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LENT_BACK_S):
+            async with asyncio.timeout(RETURN_TIMEOUT_S):
                 await write(gpuagent_pb2.LendCacheResponse(ending=gpuagent_pb2.LendCacheEnding()))
-                while await reading is not None:  # checks that crossed `ending`: there is no answer to them
+                while await reading is not None:  # checks that crossed `ending` get no answer
                     reading = asyncio.ensure_future(anext(requests, None))
                 return
-        raise Stopped(f"the session has ended, and the borrower kept its cache for {LENT_BACK_S:g} s")
+        raise Stopped(f"the session has ended, and the borrower kept its cache for {RETURN_TIMEOUT_S:g} s")
     finally:
         ending.cancel()
         reading.cancel()
@@ -140,7 +140,7 @@ class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):
     ) -> None:
         """page_pool: "arena" or "remote". tenant: of the caller; None: everybody is the configured one."""
         self._registrar, self._engine = registrar, registrar.engine
-        self._lender = CacheLender(self._engine, tenant or (lambda: self._engine.config.tenant))
+        self._lender = SharedCaches(self._engine, tenant or (lambda: self._engine.config.tenant))
         self._node_id, self._page_pool = node_id, page_pool
 
     async def EngineSession(  # type: ignore[override]  # a coroutine that writes: its end is known when it is over

@@ -28,7 +28,7 @@ from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_pro
 from kvpool.wire.versions import own_version_to_proto, versions_from_proto
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.engine.agent import GpuAgentEngine, Registration
-from kvpool_gpuagent.engine.descriptors import DescriptorDesk, HoldFile
+from kvpool_gpuagent.engine.descriptors import FdExchange, HoldFile
 from kvpool_gpuagent.engine.events import UsedEvent
 from kvpool_gpuagent.engine.session import EngineSession
 from kvpool_gpuagent.messages import (
@@ -76,14 +76,14 @@ def note_end(
     if response.HasField("load_done") and response.load_done.HasField("error"):
         span.fail(response.load_done.error.reason)
     if debug:
-        told = fields(
+        details = fields(
             kind=request.WhichOneof("kind"),
             engine=engine_name,
             chunks=_chunk_count(request),
             served_chunks=served,
             refused=response.error.reason,
         )
-        _log.debug("request ended", extra=told)
+        _log.debug("request ended", extra=details)
 
 
 def _chunk_count(request: gpuagent_pb2.EngineRequest) -> int:
@@ -122,7 +122,7 @@ class Registrar:
     """What registrations need beside the engine: where engines offer the descriptors of their memory."""
 
     engine: GpuAgentEngine
-    desk: DescriptorDesk
+    desk: FdExchange
     descriptor_socket: Path
 
     async def map(
@@ -176,7 +176,7 @@ class Registrar:
 
 
 DEFAULT_LOAD_WAIT_S = 30.0
-GATHERED_AFTER_S = 0.005  # an engine that keeps its blocks hears of the copy alone when the commit takes longer
+COPIED_OUT_AFTER_S = 0.005  # an engine that keeps its blocks hears of the copy alone when the commit takes longer
 _REQUESTS_PER_PLACE = 2  # matches ride along: so many requests are worked on for each load or store that may run
 
 _ROLES = {
@@ -216,7 +216,7 @@ class EngineHandler:
         """address: of the engine, as peer_address gives it."""
         self._registrar, self._address, self._config = registrar, address, registrar.engine.config
         self._metrics, self._tracer = registrar.engine.metrics, registrar.engine.tracer
-        self._kept: dict[int, tuple[int, asyncio.Future[bool]]] = {}
+        self._asked: dict[int, tuple[int, asyncio.Future[bool]]] = {}
         self._opened: asyncio.Future[EngineSession] = asyncio.get_running_loop().create_future()
 
     async def open(self, request: Request, send: _Send) -> None:
@@ -234,7 +234,7 @@ class EngineHandler:
     def handle_now(self, request: Request) -> Response | None:
         match request.WhichOneof("kind"):
             case "kept":
-                self._answer_kept(request.request_id, request.kept)
+                self._note_still_valid(request.request_id, request.kept)
             case "cancel":
                 self._session.cancel(request.cancel.target_request_id)
             case _:
@@ -262,7 +262,7 @@ class EngineHandler:
         return request_span(self._tracer, self._session, request)
 
     async def ended(self) -> KvPoolError:
-        # Shielded: who waits here may be cancelled, and that must not cancel the futures.
+        # Shielded: a waiter that is cancelled must not cancel the futures.
         session = await asyncio.shield(self._opened)
         return await asyncio.shield(session.ended)
 
@@ -298,18 +298,18 @@ class EngineHandler:
     async def _store(self, request: Request, send: _Send, after: UsedEvent) -> Response:
         span, late = span_from_proto(request.store), list[asyncio.TimerHandle]()
 
-        def say_gathered(chunk_count: int) -> None:
+        def report_copied_out(chunk_count: int) -> None:
             send(Response(gathered=gpuagent_pb2.EngineGathered(chunk_count=chunk_count)))
 
-        async def ask_kept(chunk_count: int) -> bool:
+        async def ask_still_valid(chunk_count: int) -> bool:
             if not request.store.keeps_blocks:
-                return await self._ask_kept(request.request_id, chunk_count, say_gathered)
+                return await self._ask_still_valid(request.request_id, chunk_count, report_copied_out)
             if chunk_count == span.chunk_count:
-                late.append(asyncio.get_running_loop().call_later(GATHERED_AFTER_S, say_gathered, chunk_count))
+                late.append(asyncio.get_running_loop().call_later(COPIED_OUT_AFTER_S, report_copied_out, chunk_count))
             return True
 
         try:
-            outcome = await self._session.store(request.request_id, span, ask_kept, after)
+            outcome = await self._session.store(request.request_id, span, ask_still_valid, after)
         finally:
             for timer in late:
                 timer.cancel()
@@ -335,19 +335,21 @@ class EngineHandler:
         held = gpuagent_pb2.EngineLeaseHeld(held_chunks=outcome.held_chunks, staged_chunks=outcome.staged_chunks)
         return Response(lease_held=held)
 
-    async def _ask_kept(self, request_id: int, chunk_count: int, say_gathered: Callable[[int], None]) -> bool:
+    async def _ask_still_valid(
+        self, request_id: int, chunk_count: int, report_copied_out: Callable[[int], None]
+    ) -> bool:
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._kept[request_id] = (chunk_count, answer)
-        say_gathered(chunk_count)
+        self._asked[request_id] = (chunk_count, answer)
+        report_copied_out(chunk_count)
         try:
             async with asyncio.timeout(self._config.kept_timeout_ms / 1e3):
                 return await answer
         except TimeoutError:
             return False
         finally:
-            del self._kept[request_id]
+            del self._asked[request_id]
 
-    def _answer_kept(self, request_id: int, message: gpuagent_pb2.EngineKept) -> None:
-        asked = self._kept.get(request_id)
+    def _note_still_valid(self, request_id: int, message: gpuagent_pb2.EngineKept) -> None:
+        asked = self._asked.get(request_id)
         if asked is not None and asked[0] == message.chunk_count and not asked[1].done():
             asked[1].set_result(message.kept)

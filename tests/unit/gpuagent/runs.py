@@ -91,9 +91,9 @@ class Bench:
         self.copied = CopiedBytes()
         self.pool = MemoryPool(self.cluster, SPEC, grid=self.grid, window_pages=self.window_pages, faults=self.faults)
         self.cache = MemoryCache(lambda shard: payload_bytes(SPEC, self.grid, shard), faults=self.faults)
-        self.gathered: list[int] = []
+        self.copied_out: list[int] = []
         self.progress: list[tuple[int, list[int]]] = []
-        self.kept: Callable[[int], bool] = lambda chunk_count: True
+        self.still_valid: Callable[[int], bool] = lambda chunk_count: True
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"kvpool_gpuagent_{name}", labels) or 0.0
@@ -119,14 +119,14 @@ class Bench:
         """The engine's work has ended, unless a test says otherwise."""
         await self.faults.step("event")
 
-    async def ask_kept(self, chunk_count: int) -> bool:
-        self.gathered.append(chunk_count)
-        await self.faults.step("kept")
-        return self.kept(chunk_count)
+    async def ask_still_valid(self, chunk_count: int) -> bool:
+        self.copied_out.append(chunk_count)
+        await self.faults.step("still_valid")
+        return self.still_valid(chunk_count)
 
     async def store(self, numbers: Sequence[int], rank: Rank = RANK) -> StoreOutcome:
         run = StoreRun(rank, span(numbers), self.pool, self.cache, self.metrics)
-        return await run.run(self.ask_kept, self.stop, self.passed)
+        return await run.run(self.ask_still_valid, self.stop, self.passed)
 
     async def load(
         self,

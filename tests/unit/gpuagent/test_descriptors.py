@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvpool.core.errors import InvalidRequest
-from kvpool_gpuagent.engine.descriptors import DescriptorDesk
+from kvpool_gpuagent.engine.descriptors import FdExchange
 from kvpool_server.fds import PeerCredentials
 
 PEER = PeerCredentials(pid=1, uid=0, gid=0)
@@ -26,7 +26,7 @@ def is_open(descriptor: int) -> bool:
 
 
 async def test_descriptors_are_taken_in_handle_order() -> None:
-    desk = DescriptorDesk()
+    desk = FdExchange()
     inbox = desk.open([10, 20])
     first, second = make_descriptor(), make_descriptor()
     waiting = asyncio.ensure_future(inbox.wait(5.0))
@@ -46,7 +46,7 @@ async def test_descriptors_are_taken_in_handle_order() -> None:
     [(2, 10, "handle 2 is not awaited; 2 were registered"), (1, 10, "handle 1 was registered with 20 bytes")],
 )
 async def test_what_nobody_asked_for_stays_the_offerers(handle: int, size_bytes: int, named: str) -> None:
-    desk = DescriptorDesk()
+    desk = FdExchange()
     inbox = desk.open([10, 20])
     descriptor = make_descriptor()
     with pytest.raises(InvalidRequest, match=re.escape(named)):
@@ -57,7 +57,7 @@ async def test_what_nobody_asked_for_stays_the_offerers(handle: int, size_bytes:
 
 
 async def test_a_handle_is_offered_once() -> None:
-    desk = DescriptorDesk()
+    desk = FdExchange()
     inbox = desk.open([10, 20])
     first, again = make_descriptor(), make_descriptor()
     desk.on_offer(PEER, inbox.token, 0, 10, first)
@@ -69,7 +69,7 @@ async def test_a_handle_is_offered_once() -> None:
 
 
 async def test_a_wrong_or_old_token_is_refused() -> None:
-    desk = DescriptorDesk()
+    desk = FdExchange()
     inbox = desk.open([10])
     desk.drop(inbox)
     for token in (inbox.token, b"t" * 32):
@@ -78,7 +78,7 @@ async def test_a_wrong_or_old_token_is_refused() -> None:
 
 
 async def test_descriptors_that_do_not_come_are_named() -> None:
-    desk = DescriptorDesk()
+    desk = FdExchange()
     inbox = desk.open([10, 20, 30])
     descriptor = make_descriptor()
     desk.on_offer(PEER, inbox.token, 1, 20, descriptor)

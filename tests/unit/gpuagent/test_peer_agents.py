@@ -41,12 +41,12 @@ async def test_other_paths_than_those_of_own_sockets_are_refused(
     with socket.socket(socket.AF_UNIX) as own:
         own.bind(str(listening))
         with pytest.raises(InvalidRequest, match="source_agent"):
-            await GrpcPeerAgents(ClientConfig()).borrow(f"unix:{path(tmp_path, listening)}", b"s" * 16, b"k" * 16, 1.0)
+            await GrpcPeerAgents(ClientConfig()).lease(f"unix:{path(tmp_path, listening)}", b"s" * 16, b"k" * 16, 1.0)
 
 
 async def test_an_agent_whose_socket_is_not_there_is_out_of_reach(tmp_path: Path) -> None:
     with pytest.raises(ServiceUnavailable, match="connect"):
-        await GrpcPeerAgents(ClientConfig()).borrow(f"unix:{tmp_path}/none", b"s" * 16, b"k" * 16, 1.0)
+        await GrpcPeerAgents(ClientConfig()).lease(f"unix:{tmp_path}/none", b"s" * 16, b"k" * 16, 1.0)
 
 
 async def test_sockets_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,4 +54,4 @@ async def test_sockets_of_another_user_are_refused(tmp_path: Path, monkeypatch: 
         own.bind(str(tmp_path / "socket"))
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(InvalidRequest, match="uid 12345"):
-            await GrpcPeerAgents(ClientConfig()).borrow(f"unix:{tmp_path}/socket", b"s" * 16, b"k" * 16, 1.0)
+            await GrpcPeerAgents(ClientConfig()).lease(f"unix:{tmp_path}/socket", b"s" * 16, b"k" * 16, 1.0)

@@ -28,7 +28,7 @@ async def test_a_store_makes_every_page_of_every_chunk_visible() -> None:
 async def test_chunks_are_gathered_and_answered_window_by_window() -> None:
     bench = Bench(window_pages=32)  # a quarter of it is 2 chunks of 4 pages
     outcome = await bench.store(range(5))
-    assert bench.gathered == [2, 4, 5]
+    assert bench.copied_out == [2, 4, 5]
     assert outcome.stored_chunks == 5
     assert bench.pool.most_writes <= 32
 
@@ -36,7 +36,7 @@ async def test_chunks_are_gathered_and_answered_window_by_window() -> None:
 async def test_a_window_smaller_than_two_chunks_takes_one_at_a_time() -> None:
     bench = Bench(window_pages=5)
     outcome = await bench.store(range(3))
-    assert bench.gathered == [1, 2, 3]
+    assert bench.copied_out == [1, 2, 3]
     assert outcome.stored_chunks == 3
     assert bench.pool.most_writes <= 5
 
@@ -46,7 +46,7 @@ async def test_the_next_windows_are_reserved_while_one_is_copied() -> None:
     bench.faults.gates["gather"] = asyncio.Event()
     storing = asyncio.ensure_future(bench.store(range(6)))
     await eventually(lambda: bench.faults.steps.count("reserve") == 4)
-    assert not bench.gathered
+    assert not bench.copied_out
     bench.faults.gates["gather"].set()
     assert (await storing).stored_chunks == 6
     assert bench.pool.most_writes <= 16
@@ -57,18 +57,18 @@ async def test_a_chunk_that_never_fits_the_window_fails_with_advice() -> None:
     outcome = await bench.store(range(2))
     assert set(outcome.failed) == {0, 1}
     assert "max_leases" in str(outcome.failed[0])
-    assert bench.gathered == []
+    assert bench.copied_out == []
     bench.nothing_is_out()
 
 
 async def test_a_window_is_committed_only_after_the_engine_kept_its_blocks() -> None:
     bench = Bench()
-    bench.faults.gates["kept"] = asyncio.Event()
+    bench.faults.gates["still_valid"] = asyncio.Event()
     storing = asyncio.ensure_future(bench.store(range(1)))
-    await eventually(lambda: bench.gathered == [1])
+    await eventually(lambda: bench.copied_out == [1])
     assert "commit" not in bench.faults.steps
     assert not bench.cluster.pages
-    bench.faults.gates["kept"].set()
+    bench.faults.gates["still_valid"].set()
     assert (await storing).stored_chunks == 1
 
 
@@ -108,12 +108,12 @@ async def test_pages_that_are_not_committed_fail_their_chunks_and_no_other() -> 
 
 async def test_blocks_that_were_not_kept_are_aborted_and_all_after_them() -> None:
     bench = Bench(window_pages=32)
-    bench.kept = lambda chunk_count: chunk_count <= 2
+    bench.still_valid = lambda chunk_count: chunk_count <= 2
     outcome = await bench.store(range(6))
     assert outcome.stored_chunks == 2
     assert set(outcome.failed) == {2, 3, 4, 5}
     assert isinstance(outcome.failed[2], Stopped)
-    assert bench.gathered == [2, 4]
+    assert bench.copied_out == [2, 4]
     assert {page.chunk_hash for page in bench.cluster.pages} == {chunk_hash(0), chunk_hash(1)}
     bench.nothing_is_out()
 
@@ -126,7 +126,7 @@ async def test_what_exists_or_is_being_written_counts_as_deduplicated() -> None:
     assert (outcome.stored_chunks, outcome.deduplicated_chunks) == (1, 2)
     assert bench.metric("deduplicated_pages_total", admission="exists") == 4
     assert bench.metric("deduplicated_pages_total", admission="pending") == 4
-    assert bench.gathered[-1] == 3  # the engine learns that it may reuse their blocks too
+    assert bench.copied_out[-1] == 3  # the engine learns that it may reuse their blocks too
 
 
 async def test_a_chunk_of_which_some_pages_exist_counts_as_stored() -> None:
@@ -154,7 +154,7 @@ async def test_a_chunk_without_room_for_all_pages_gives_its_other_slots_back_ung
     bench.nothing_is_out()
 
 
-@pytest.mark.parametrize("step", ["reserve", "gather", "kept", "commit"])
+@pytest.mark.parametrize("step", ["reserve", "gather", "still_valid", "commit"])
 @pytest.mark.parametrize("error", [ServiceUnavailable, LeaseLost, RuntimeError])
 @pytest.mark.parametrize("failing", [1, 2])
 async def test_whatever_fails_in_a_window_fails_its_chunks_and_leaks_nothing(
@@ -179,7 +179,7 @@ async def test_whatever_fails_in_a_window_fails_its_chunks_and_leaks_nothing(
     assert ("Traceback" in caplog.text) == (error is RuntimeError)
 
 
-@pytest.mark.parametrize("step", ["reserve", "gather", "kept", "commit"])
+@pytest.mark.parametrize("step", ["reserve", "gather", "still_valid", "commit"])
 async def test_a_stop_ends_the_store_after_the_copies_that_have_begun(step: str) -> None:
     bench = Bench(window_pages=8)
 
@@ -197,9 +197,9 @@ async def test_a_stop_ends_the_store_after_the_copies_that_have_begun(step: str)
 
 async def test_a_stop_does_not_wait_for_an_engine_that_never_answers_kept() -> None:
     bench = Bench()
-    bench.faults.gates["kept"] = asyncio.Event()
+    bench.faults.gates["still_valid"] = asyncio.Event()
     storing = asyncio.ensure_future(bench.store(range(1)))
-    await eventually(lambda: bench.gathered == [1])
+    await eventually(lambda: bench.copied_out == [1])
     bench.stop.cancel()
     outcome = await asyncio.wait_for(storing, PATIENCE_S)
     assert isinstance(outcome.failed[0], Stopped)

@@ -33,7 +33,7 @@ _FIRST_WINDOW_PAGES = 64  # until a pagestore has named its own
 
 
 class ArenaLink(PagestoreLink):
-    """The session of one agent with its pagestore, and who may have how many of its leases."""
+    """The session of one agent with its pagestore, and the budgets of its leases."""
 
     def __init__(self, plan: SessionPlan, config: ClientConfig, *, on_map: MapHook | None = None) -> None:
         self._on_segment = on_map
@@ -46,7 +46,7 @@ class ArenaLink(PagestoreLink):
             slots_out=lambda: self.slots_out,
             retry_interval_s=RETRY_INTERVAL_S,
         )
-        self._settling: set[asyncio.Future[None]] = set()
+        self._answering: set[asyncio.Future[None]] = set()
         self.mapped_bytes = 0
         self.local_node_id = b""
         self.arena_bytes = 0
@@ -65,13 +65,14 @@ class ArenaLink(PagestoreLink):
             raise LeaseLost("the pagestore session of these slots has ended")
         return session
 
-    def give_when_settled(self, acquisition: SpanAcquisition, count: int) -> None:
-        """Pages that a load no longer waits for stay in the session's window until the pagestore has settled them."""
+    def give_when_answered(self, acquisition: SpanAcquisition, count: int) -> None:
+        """Pages that a load no longer waits for stay in the session's window until the pagestore has answered for
+        them."""
         if not count:
             return
         task = asyncio.ensure_future(acquisition.wait_settled())
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
         task.add_done_callback(lambda _: self.reads.give(count))
 
     def _note_opened(self, session: PageStoreSession) -> None:
@@ -181,21 +182,21 @@ class ArenaPool:
                     await budget.take(span.page_count)
             except TimeoutError:
                 raise DeadlineExceeded("other loads of this agent hold all leases of its pagestore session") from None
-        unsettled = span.page_count
+        unanswered = span.page_count
         try:
             acquisition = session.acquire_span(span, wait_s=max(1e-3, ends_at_s - asyncio.get_running_loop().time()))
         except BaseException:
-            budget.give(unsettled)
+            budget.give(unanswered)
             raise
         try:
             async with acquisition as answers:
                 async for answer in answers:
                     slots = _slots_of(session, answer.granted, session.release_soon)
-                    unsettled -= slots.count + len(answer.failed)
+                    unanswered -= slots.count + len(answer.failed)
                     budget.give(len(answer.failed))
                     yield AcquiredPages(slots, answer.failed)
         finally:
-            self._link.give_when_settled(acquisition, unsettled)
+            self._link.give_when_answered(acquisition, unanswered)
 
     async def release(self, slots: PageSlots) -> None:
         """See ports.PagePool."""

@@ -7,10 +7,11 @@ from collections import deque
 
 
 class Budget:
-    """Counts units out; who asks for more than are free waits, first come first served. Belongs to one event loop.
+    """Counts units out; a caller that asks for more than are free waits, first come first served. Belongs to one event
+    loop.
 
-    Deadlocks cannot come of it as long as nobody who holds units waits for others of the same budget before giving
-    those back: users ask for a whole window at a time.
+    It cannot deadlock as long as no caller that holds units waits for more of the same budget: callers ask for a whole
+    window at a time.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -75,7 +75,7 @@ class GrpcPeerAgents:
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
 
-    async def borrow(self, endpoint: str, session_id: bytes, keyspace: bytes, timeout_s: float) -> LentCache:
+    async def lease(self, endpoint: str, session_id: bytes, keyspace: bytes, timeout_s: float) -> LentCache:
         """See ports.PeerAgents. Raises InvalidRequest for a path that is not a socket of an agent like this one."""
         await asyncio.to_thread(_check_socket, endpoint.removeprefix("unix:"))
         return LentCache(await CacheLoan.open(endpoint, session_id, keyspace, self._config, timeout_s=timeout_s))

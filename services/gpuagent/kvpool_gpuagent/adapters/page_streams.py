@@ -87,7 +87,7 @@ class PeerClients:
             return client
 
     async def run(self, job: Callable[[], None]) -> None:
-        """Run a call on a thread. It goes on when its caller is cancelled: see BounceBuffers for who owns what then."""
+        """Run a call on a thread. It goes on when its caller is cancelled: see BounceBuffers for the ownership then."""
         # With the caller's context: the call belongs to its trace.
         await asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, job)
 
@@ -100,7 +100,7 @@ class PeerClients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageWish:
+class PageRequest:
     """One page to be read: its key and size, what is kept beside it, and where a match saw it, best first."""
 
     key: PageKey
@@ -109,47 +109,47 @@ class PageWish:
     sources: tuple[RemoteSource, ...] = ()
 
 
-ReportStale = Callable[[PageWish, RemoteSource], None]
+ReportStale = Callable[[PageRequest, RemoteSource], None]
 Answer = memoryview | KvPoolError | None
 """A page that came and is true, why it did not, or None as no source has it."""
 
 
 class PageReading:
-    """`settled` gets every page once. A buffer belongs to whom its slot was handed out.
+    """`answers` gets every page once. A buffer belongs to whom its slot was handed out.
 
-    Others go back when the page is a miss, or, once nobody waits any more (`abandon`), when their stream has ended: a
+    Others go back when the page is a miss, or, once its reader has left (`abandon`), when their stream has ended: a
     thread cannot be cancelled, and goes on into buffers that stay taken until then.
     """
 
     def __init__(
         self,
         keyspace: tuple[bytes, KeyspaceSpec],
-        wishes: Sequence[PageWish],
+        requests: Sequence[PageRequest],
         pages: Sequence[memoryview],
         buffers: BounceBuffers,
         peers: PeerClients,
         report_stale: ReportStale,
         ends_at_s: float,
     ) -> None:
-        """pages: a taken buffer per wish. ends_at_s: on the loop's clock."""
-        self._keyspace, self._wishes = keyspace, wishes
+        """pages: a taken buffer per request. ends_at_s: on the loop's clock."""
+        self._keyspace, self._requests = keyspace, requests
         self._buffers, self._peers, self._report_stale = buffers, peers, report_stale
         self._loop = asyncio.get_running_loop()
         self._ends_at_s = ends_at_s
         self._pages = dict(enumerate(pages))  # not handed out
-        self._unsettled = set(range(len(wishes)))
+        self._unanswered = set(range(len(requests)))
         self._errors: dict[int, KvPoolError] = {}
         self._abandoned = False
-        self.settled: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
+        self.answers: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
         self._work = asyncio.ensure_future(self._run())
         self._work.add_done_callback(self._ended)
 
     def hand_out(self, position: int) -> memoryview:
-        """The buffer of a settled page, which is the caller's now."""
+        """The buffer of a page that has come, which is the caller's now."""
         return self._pages.pop(position)
 
     def abandon(self) -> None:
-        """Nobody waits any more: what is not handed out goes back when no thread writes into it."""
+        """The reader has left: what is not handed out goes back when no thread writes into it."""
         self._abandoned = True
         if self._work.done():
             self._give_back_rest()
@@ -160,8 +160,8 @@ class PageReading:
         if failure is not None:
             _log.error("reading pages by streams failed", exc_info=failure)
             fallback = KvPoolError(f"the page streams failed ({failure})")
-        for position in sorted(self._unsettled):
-            self._settle(position, self._errors.get(position, fallback))
+        for position in sorted(self._unanswered):
+            self._put(position, self._errors.get(position, fallback))
         if self._abandoned:
             self._give_back_rest()
 
@@ -169,17 +169,17 @@ class PageReading:
         pages, self._pages = self._pages, {}
         self._buffers.give_back(list(pages.values()))
 
-    def _settle(self, position: int, answer: Answer) -> None:
-        if position in self._unsettled:
-            self._unsettled.discard(position)
-            self.settled.put_nowait((position, answer))
+    def _put(self, position: int, answer: Answer) -> None:
+        if position in self._unanswered:
+            self._unanswered.discard(position)
+            self.answers.put_nowait((position, answer))
 
     async def _run(self) -> None:
-        missing = list(range(len(self._wishes)))
-        for round_number in range(max((len(wish.sources) for wish in self._wishes), default=0)):
+        missing = list(range(len(self._requests)))
+        for round_number in range(max((len(request.sources) for request in self._requests), default=0)):
             groups: dict[RemoteSource, list[int]] = {}
             for position in missing:
-                sources = self._wishes[position].sources
+                sources = self._requests[position].sources
                 if round_number < len(sources):
                     groups.setdefault(sources[round_number], []).append(position)
             if not groups or self._abandoned:
@@ -189,18 +189,18 @@ class PageReading:
             failures = [end for end in await asyncio.gather(*reads, return_exceptions=True) if end is not None]
             if failures:
                 raise failures[0]
-            missing = sorted(self._unsettled)
+            missing = sorted(self._unanswered)
 
     async def _read(self, source: RemoteSource, positions: Sequence[int]) -> None:
-        """Ask one source; what it has is settled."""
-        pages = [PageToRead(key=self._wishes[at].key, destination=self._pages[at]) for at in positions]
+        """Ask one source; what it has is answered."""
+        pages = [PageToRead(key=self._requests[at].key, destination=self._pages[at]) for at in positions]
 
         def on_page(item: int, error: KvPoolError | None, hit: bool) -> None:
             if hit:
-                wish = self._wishes[positions[item]]
-                fault = verify(pages[item].destination, wish.key, self._keyspace[1].codec, wish.payload_bytes)
+                request = self._requests[positions[item]]
+                fault = verify(pages[item].destination, request.key, self._keyspace[1].codec, request.payload_bytes)
                 if fault is not None:
-                    error, hit = PageCorrupt(f"page {wish.key} fails its check: {fault}"), False
+                    error, hit = PageCorrupt(f"page {request.key} fails its check: {fault}"), False
             self._loop.call_soon_threadsafe(self._answered, positions[item], source, error, hit)
 
         def read() -> None:
@@ -219,12 +219,12 @@ class PageReading:
         await self._peers.run(read)
 
     def _answered(self, position: int, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:
-        wish = self._wishes[position]
+        request = self._requests[position]
         if hit:
-            self._settle(position, self._pages[position])
+            self._put(position, self._pages[position])
         elif error is not None:
             self._errors[position] = error
             if isinstance(error, PageCorrupt):
-                self._report_stale(wish, source)
+                self._report_stale(request, source)
         else:
-            self._report_stale(wish, source)
+            self._report_stale(request, source)

@@ -19,7 +19,7 @@ from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
 from kvpool.core.spans import Bytes, Int32s, PageSpan
-from kvpool_gpuagent.adapters.page_streams import BounceBuffers, PageReading, PageWish, PeerClients
+from kvpool_gpuagent.adapters.page_streams import BounceBuffers, PageReading, PageRequest, PeerClients
 from kvpool_gpuagent.core.pages import AcquiredPages, PageSlots, ReservedPages, no_slots
 from kvpool_gpuagent.core.sources import LoadSource
 
@@ -51,7 +51,7 @@ class _Target:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Lease:
+class _PageBuffer:
     """A buffer that a page is in, and where it will be written to."""
 
     buffer: memoryview
@@ -85,7 +85,7 @@ class StreamPool:
         self.window_pages = max(1, min(_WINDOW_PAGES_MAX, fitting))
 
     async def connect(self) -> None:
-        """There is no session to open."""
+        """See ports.PagePool. Streams need no session."""
 
     async def reserve(self, span: PageSpan, chain_head_hash: bytes) -> ReservedPages:
         """See ports.PagePool. What the index knows already is not written again."""
@@ -107,7 +107,7 @@ class StreamPool:
         buffers = await self._buffers.writes.take(sizes_bytes)
         # Nothing is awaited from here on: a cancelled caller loses no buffer.
         target = _Target(nodes[0].bulk_endpoint, nodes[0].incarnation)
-        leases = [_Lease(buffer, target) for buffer in buffers]
+        leases = [_PageBuffer(buffer, target) for buffer in buffers]
         slots = _slots(missing, leases, np.zeros(missing.size, dtype=np.uint8))
         return ReservedPages(slots, np.flatnonzero(present).astype(np.int32), _NO_PAGES)
 
@@ -170,8 +170,8 @@ class StreamPool:
     async def acquire(self, span: PageSpan, wait_s: float) -> AsyncGenerator[AcquiredPages, None]:
         """See ports.PagePool. Each page is asked of its sources in turn, and verified as it came over a network."""
         ends_at_s = asyncio.get_running_loop().time() + wait_s
-        wishes = [
-            PageWish(
+        requests = [
+            PageRequest(
                 key=span.page_key(page),
                 metadata=span.metadata[position],
                 payload_bytes=self._payload_bytes[int(span.shards[page])],
@@ -181,23 +181,29 @@ class StreamPool:
         ]
         try:
             async with asyncio.timeout_at(ends_at_s):
-                pages = await self._buffers.reads.take([self._sizes_bytes[wish.key.shard] for wish in wishes])
+                pages = await self._buffers.reads.take([self._sizes_bytes[request.key.shard] for request in requests])
         except TimeoutError:
             raise DeadlineExceeded("other loads keep this agent's memory for pages in flight busy") from None
         reading = PageReading(
-            (self._keyspace, self._spec), wishes, pages, self._buffers.reads, self._peers, self.report_stale, ends_at_s
+            (self._keyspace, self._spec),
+            requests,
+            pages,
+            self._buffers.reads,
+            self._peers,
+            self.report_stale,
+            ends_at_s,
         )
-        left = len(wishes)
+        left = len(requests)
         try:
             while left:
-                settled = [await reading.settled.get()]
-                while not reading.settled.empty():
-                    settled.append(reading.settled.get_nowait())
-                left -= len(settled)
-                came = [position for position, answer in settled if isinstance(answer, memoryview)]
-                leases = [_Lease(reading.hand_out(position)) for position in came]
+                answers = [await reading.answers.get()]
+                while not reading.answers.empty():
+                    answers.append(reading.answers.get_nowait())
+                left -= len(answers)
+                came = [position for position, answer in answers if isinstance(answer, memoryview)]
+                leases = [_PageBuffer(reading.hand_out(position)) for position in came]
                 remote = np.full(len(came), int(LoadSource.REMOTE), dtype=np.uint8)
-                failed = tuple((position, answer) for position, answer in settled if not isinstance(answer, memoryview))
+                failed = tuple((position, answer) for position, answer in answers if not isinstance(answer, memoryview))
                 yield AcquiredPages(_slots(np.array(came, dtype=np.int32), leases, remote), failed)
         finally:
             reading.abandon()
@@ -212,15 +218,15 @@ class StreamPool:
             report.cancel()
         await asyncio.gather(*self._reports, return_exceptions=True)
 
-    def report_stale(self, wish: PageWish, source: RemoteSource) -> None:
-        """Tell the index, in the background, that a source did not hold what it was said to hold."""
+    def report_stale(self, request: PageRequest, source: RemoteSource) -> None:
+        """Report to the index, in the background, that a source did not hold what its location says."""
         locations = [
             StaleLocation(
                 keyspace=self._keyspace,
-                chunk_hash=wish.key.chunk_hash,
-                group_head_hash=wish.metadata.group_head_hash,
+                chunk_hash=request.key.chunk_hash,
+                group_head_hash=request.metadata.group_head_hash,
                 location=Location(
-                    node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << wish.key.shard
+                    node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << request.key.shard
                 ),
             )
             for tier in (Tier.STAGING, Tier.DISK)
@@ -251,14 +257,14 @@ class StreamPool:
         return (await self._index.match_stream.match(query)).matched_chunks
 
 
-def _slots(pages: Int32s, leases: Sequence[_Lease], sources: Bytes) -> PageSlots:
+def _slots(pages: Int32s, leases: Sequence[_PageBuffer], sources: Bytes) -> PageSlots:
     held = np.empty(len(leases), dtype=object)
     held[:] = leases
     addresses = [address_of(lease.buffer) for lease in leases]
     return PageSlots(pages, np.array(addresses, dtype=np.int64), sources, held)
 
 
-def _target(lease: _Lease) -> _Target:
+def _target(lease: _PageBuffer) -> _Target:
     assert lease.target is not None
     return lease.target
 

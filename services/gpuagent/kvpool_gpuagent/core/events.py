@@ -22,7 +22,7 @@ class _Slot:
 
 
 class EventLedger:
-    """The events of one session. Decides only: who looks at events and who tells the engine is the caller's affair."""
+    """The events of one session. Decides only: the caller looks at events and answers the engine."""
 
     def __init__(self, slot_count: int) -> None:
         self._slots = [_Slot() for _ in range(slot_count)]
@@ -76,7 +76,8 @@ class EventLedger:
         return self._give_back(slot)
 
     def end_use(self, event: EngineEvent) -> bool:
-        """The request has ended. Returns whether the slot is to be given back now: nobody else waits for the event."""
+        """The request has ended. Returns whether the slot is to be given back now, because no other request waits for
+        the event."""
         slot = self._slots[event.slot]
         if slot.generation != event.generation:
             return False

@@ -66,8 +66,8 @@ class LeaseShare:
 
 
 class LeaseBudget:
-    """Of all leases of one agent: a part of the pages that its pool gives out at once, and of the arena's bytes. The
-    rest is always left to loads. One session has half of that at most."""
+    """The budget of all leases of one agent: a part of the pages that its pool gives out at once, and of the arena's
+    bytes. The rest is always left to loads. One session has half of that at most."""
 
     def __init__(self, share: float) -> None:
         """share: of pages and of bytes, 0 to 1."""

@@ -66,7 +66,7 @@ class ReservedPages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AcquiredPages:
-    """Pages of an acquire that have settled together. failed: page and why; None as the cause is a plain miss."""
+    """Pages of an acquire that were answered together. failed: page and why; None as the cause is a plain miss."""
 
     slots: PageSlots
     failed: tuple[tuple[int, KvPoolError | None], ...] = ()

@@ -26,7 +26,7 @@ from kvpool_gpuagent.core.sources import LoadSource
 BlockIds = npt.NDArray[np.int64]
 ValueT = TypeVar("ValueT")
 ChunkSource = tuple[tuple[RemoteSource, ...], int]
-"""Where else than on this host the pages of a chunk may be, best first, and the bitmap of its shards to read."""
+"""Where beside this host the pages of a chunk may be, best first, and the bitmap of its shards to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

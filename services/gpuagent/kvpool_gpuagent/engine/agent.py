@@ -36,7 +36,7 @@ class Registration:
     layers_per_progress: int = 0
     previous_session_id: bytes = field(default=b"", repr=False)
     hold_file: bool = False  # the engine lends one with its memory
-    match_only: bool = False  # of an engine's scheduler: there is no memory behind the handles
+    match_only: bool = False  # of an engine's scheduler: the handles have no memory
 
 
 class GpuAgentEngine:

@@ -13,12 +13,12 @@ from kvpool.core.ipc import HOLD_ENDED
 from kvpool_server.fds import PeerCredentials
 
 
-class DescriptorInbox:
+class FdInbox:
     """Collects the descriptors of one session. Whatever is not taken is closed."""
 
     def __init__(self, sizes_bytes: Sequence[int]) -> None:
         self.token = secrets.token_bytes(32)
-        self.process = ""  # that has offered them, as the kernel says
+        self.process = ""  # that has offered descriptors, as the kernel says
         self._sizes_bytes = tuple(sizes_bytes)
         self._descriptors: dict[int, int] = {}
         self._complete = asyncio.Event()
@@ -26,7 +26,8 @@ class DescriptorInbox:
             self._complete.set()
 
     def offer(self, peer: PeerCredentials, handle: int, size_bytes: int, descriptor: int) -> None:
-        """Take a descriptor over. Raises InvalidRequest (and leaves it to the caller) for one nobody asked for."""
+        """Take a descriptor over. Raises InvalidRequest (and leaves it to the caller) for one that was not asked
+        for."""
         if handle >= len(self._sizes_bytes) or handle in self._descriptors:
             raise InvalidRequest(f"handle {handle} is not awaited; {len(self._sizes_bytes)} were registered")
         if size_bytes != self._sizes_bytes[handle]:
@@ -53,25 +54,25 @@ class DescriptorInbox:
         return [taken[handle] for handle in range(len(self._sizes_bytes))]
 
     def close(self) -> None:
-        """Close what nobody took."""
+        """Close what was not taken."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors = {}
 
 
-class DescriptorDesk:
+class FdExchange:
     """Finds the inbox of a token; its `on_offer` serves kvpool_server.fds.FdServer."""
 
     def __init__(self) -> None:
-        self._inboxes: dict[bytes, DescriptorInbox] = {}
+        self._inboxes: dict[bytes, FdInbox] = {}
 
-    def open(self, sizes_bytes: Sequence[int]) -> DescriptorInbox:
+    def open(self, sizes_bytes: Sequence[int]) -> FdInbox:
         """A new inbox; close it with `drop`."""
-        inbox = DescriptorInbox(sizes_bytes)
+        inbox = FdInbox(sizes_bytes)
         self._inboxes[inbox.token] = inbox
         return inbox
 
-    def drop(self, inbox: DescriptorInbox) -> None:
+    def drop(self, inbox: FdInbox) -> None:
         """Forget an inbox and close what is left in it."""
         self._inboxes.pop(inbox.token, None)
         inbox.close()
@@ -97,7 +98,7 @@ class HoldFile:
         """Owns the descriptor."""
         self._descriptor = descriptor
 
-    async def let_go(self) -> None:
+    async def release(self) -> None:
         """Nothing of this process touches the engine's memory any more. Idempotent, never raises."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:

@@ -2,9 +2,9 @@
 
 The agent asks the host side of each event again and again (ports.EngineCache.event_passed) instead of enqueueing device
 work behind it. An engine that hangs or dies may never let its event fire: a stream that waits for it can be neither
-cancelled nor closed, whereas a loop that asks ends at once when it is told to stop. It costs up to MAX_PAUSE_S between
-the engine's work and the first copy, and in exchange a session's close never waits for anybody else's GPU work, and a
-slot can be given back the moment its last request has ended, whether its event fired or not.
+cancelled nor closed, whereas a loop that asks ends at once when it is cancelled. It costs up to MAX_PAUSE_S between
+the engine's work and the first copy, and in exchange a session's close never waits for another process's GPU work, and
+a slot can be given back the moment its last request has ended, whether its event fired or not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIRST_PAUSE_S = 0.0002  # the event loop rounds it up to a millisecond
 MAX_PAUSE_S = 0.002
 
 OnEventWaited = Callable[[EngineEvent], None]
-"""Told once for each recording that was announced and named: its slot may be recorded again."""
+"""Called once for each recording that was announced and named: its slot may be recorded again."""
 
 EnginePassed = Callable[[float | None], Awaitable[None]]
 """Returns when the engine work that a request waits for has ended, in so many seconds; raises as UsedEvent.passed."""

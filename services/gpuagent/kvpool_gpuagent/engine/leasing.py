@@ -117,10 +117,10 @@ class LeaseRun:
         finally:
             came = int(positions[missing].min()) if missing.any() else len(chunks)
             for some in slots:
-                kept = positions[some.pages] < (came if keeps else 0)
-                if kept.any():
-                    self._slots.append(some.where(kept))
-                await self._pool.release(some.where(~kept))
+                held_here = positions[some.pages] < (came if keeps else 0)
+                if held_here.any():
+                    self._slots.append(some.where(held_here))
+                await self._pool.release(some.where(~held_here))
         return came
 
 
@@ -160,7 +160,7 @@ class SessionLeases:
         if request_id <= 0 or request_id in self._running:
             raise InvalidRequest(f"request id {request_id} must be > 0 and unique in the session")
         if not self._pool.arena_bytes:
-            raise NotServed("there is no local pagestore in reach: nothing can be kept in staging memory")
+            raise NotServed("no local pagestore is in reach: nothing can be kept in staging memory")
         if len(self._running) >= self._config.max_running_leases:
             raise Overloaded(f"{len(self._running)} leases run in this session; end one of them")
         most_s = self._config.lease_ms_max / 1e3

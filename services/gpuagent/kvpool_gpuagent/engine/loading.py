@@ -120,34 +120,34 @@ class LoadRun:
         return self._outcome()
 
     async def _load_window(self, window: slice, order: int, stop: CancelToken, ends_at_s: float) -> None:
-        """Settle every page of a window: copied, or its chunk failed. Never raises."""
+        """Copy every page of a window, or fail its chunk. Never raises."""
         positions, shards = self._positions[window], self._shards[window]
         wanted = positions < self._first_failed
-        self._settle(shards[~wanted])
+        self._report_progress(shards[~wanted])
         positions, shards = positions[wanted], shards[wanted]
         if not positions.size:
             return
-        unsettled = np.ones(positions.size, dtype=np.bool_)
+        pending = np.ones(positions.size, dtype=np.bool_)
         try:
-            await self._take_window(positions, shards, order, unsettled, stop, ends_at_s)
+            await self._take_window(positions, shards, order, pending, stop, ends_at_s)
         except KvPoolError as error:
-            self._fail_pages(positions[unsettled], error)
+            self._fail_pages(positions[pending], error)
         except Exception:
             _log.exception("a load failed")
             self._fail_pages(positions, KvPoolError(_INTERNAL))
         finally:
-            self._settle(shards[unsettled])
+            self._report_progress(shards[pending])
 
     async def _take_window(
         self,
         positions: Int32s,
         shards: Bytes,
         order: int,
-        unsettled: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        pending: np.ndarray[tuple[int], np.dtype[np.bool_]],
         stop: CancelToken,
         ends_at_s: float,
     ) -> None:
-        """Clears what settles in `unsettled`; every slot that was yielded is released when this ends."""
+        """Clear in `pending` what has been answered; every slot that was yielded is released when this ends."""
         remaining_s = ends_at_s - asyncio.get_running_loop().time()
         if remaining_s <= 0:
             raise DeadlineExceeded("the load's time is up")
@@ -162,19 +162,19 @@ class LoadRun:
                 async for answer in answers:
                     if answer.slots.count:
                         pages = answer.slots.pages
-                        unsettled[pages] = False
+                        pending[pages] = False
                         copy = self._copy(answer.slots, positions[pages], shards[pages], order, stop)
-                        if copies or unsettled.any():
+                        if copies or pending.any():
                             copies.append(asyncio.ensure_future(copy))
                         else:
                             alone.append(copy)
                     for page, cause in answer.failed:
-                        unsettled[page] = False
+                        pending[page] = False
                         if isinstance(cause, PageCorrupt):
                             self._metrics.verification_failures.inc()
                         missing = PageMissing(f"page {span.page_key(page)} is nowhere to be had")
                         self._fail(int(positions[page]), cause or missing)
-                        self._settle(shards[page : page + 1])
+                        self._report_progress(shards[page : page + 1])
 
         try:
             await until_cancelled(take(), stop, remaining_s)
@@ -215,7 +215,7 @@ class LoadRun:
             self._fail_pages(positions, KvPoolError(_INTERNAL))
         finally:
             await self._pool.release(slots)
-            self._settle(shards)
+            self._report_progress(shards)
 
     def _count_pages(self, chunks: Int32s, shards: Bytes, sources: Bytes) -> None:
         np.maximum.at(self._source_of, chunks, sources)
@@ -227,11 +227,11 @@ class LoadRun:
                 self._copied.total += size_bytes
                 self._metrics.loaded_bytes.labels(source.name.lower()).inc(size_bytes)
 
-    def _settle(self, shards: Bytes) -> None:
-        """Pages of these shards are in, or their chunks failed. Reports what is due."""
+    def _report_progress(self, shards: Bytes) -> None:
+        """Count pages of these shards as in, or their chunks as failed, and report what is due."""
         if not shards.size:
             return
-        layers = self._progress.settled(shards)
+        layers = self._progress.note_ended(shards)
         if layers and self._first_failed:
             self._report(layers, range(self._first_failed, self._span.chunk_count))
 
@@ -275,7 +275,7 @@ def _pages_of(rank: Rank, readable: Sequence[int], by_layer_group: bool) -> tupl
 
 
 class _Progress:
-    """Counts pages that settled; a layer group is in once it and all before it have none left."""
+    """Counts pages that are in or failed; a layer group is in once it and all before it have none left."""
 
     def __init__(self, rank: Rank, shards: Bytes, step_layers: int) -> None:
         """shards: of all pages. step_layers: of two reports, but for the last one."""
@@ -284,8 +284,8 @@ class _Progress:
         self._groups = [group for group in range(rank.grid.layer_groups) if self._left[group]]
         self._layers_in = self._reported_layers = 0
 
-    def settled(self, shards: Bytes) -> int:
-        """Pages of these shards settled. Layers to report now; 0 if there is nothing new to say."""
+    def note_ended(self, shards: Bytes) -> int:
+        """Count pages of these shards as ended. Return the layers to report now; 0 without news."""
         self._left -= np.bincount(shards // self._rank.grid.group_shards, minlength=self._left.size)
         while self._groups and not self._left[self._groups[0]]:
             end = self._rank.grid.layers_of_group(self._groups.pop(0)).stop

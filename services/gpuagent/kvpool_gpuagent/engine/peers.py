@@ -1,9 +1,9 @@
 """Pulls into a session's cache from those of other ranks: whose slots, after which work, and whether it counts.
 
-Caches that other agents of this host lend are mapped once for all pulls, until their session ends. A mapping outlives
+Caches that other agents of this host share are mapped once for all pulls, until their session ends. A mapping outlives
 the engine: its memory stays allocated and readable after the engine has died, or has begun to use its slots for
-something else. So each pull asks the lender, after its copy, whether the session was alive all the while; the lender,
-when the session ends, waits for us to let go of the memory.
+something else. So each pull asks that agent, after its copy, whether the session was alive all the while; when the
+session ends, that agent waits until the memory is unmapped here.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from kvpool_gpuagent.ports import CacheLoan, Device, MappedHandle, PeerAgents, P
 
 _log = logging.getLogger(__name__)
 
-BORROW_TIMEOUT_S = 5.0
+LEASE_TIMEOUT_S = 5.0
 CHECK_TIMEOUT_S = 2.0
-MAX_BORROWED = 64  # idle ones beyond it are given back, the longest unused first
+MAX_LEASED_CACHES = 64  # idle ones beyond it are given back, the longest unused first
 
 _Wanted = tuple[SourceName, bytes]  # and the keyspace
 
 
-class Borrowed:
-    """One lent cache and who uses it."""
+class PeerCacheLease:
+    """A cache that another agent shares, mapped, and the pulls that use it."""
 
     def __init__(self, loan: CacheLoan, cache: PeerCache, keyspace: bytes) -> None:
         self.loan, self.cache, self.keyspace = loan, cache, keyspace
@@ -69,7 +69,7 @@ class Borrowed:
 
     @contextmanager
     def use(self, stop: CancelToken) -> Iterator[None]:
-        """Read it as long as the block runs; `stop` is set when it has to end. Raises Stopped."""
+        """Read it as long as the block runs; `stop` is cancelled when it has to end. Raises Stopped."""
         if self._ending or self.loan.ended.is_set():
             raise Stopped("the source session has ended, or its agent cannot be reached any more")
         self._uses.add(stop)
@@ -82,7 +82,7 @@ class Borrowed:
                 self._idle.set()
 
     async def end(self) -> None:
-        """Tell users to stop, wait for them, unmap, give back. Never raises."""
+        """Cancel the pulls that use it, wait for them, unmap, give back. Never raises."""
         self._ending = True
         for stop in self._uses:
             stop.cancel()
@@ -90,29 +90,29 @@ class Borrowed:
         try:
             await self.cache.close()
         except Exception:
-            _log.exception("a borrowed cache could not be unmapped")
+            _log.exception("the cache of another agent could not be unmapped")
         await self.loan.close()
 
 
-class Borrowings:
-    """All that this agent has borrowed. Belongs to one event loop."""
+class PeerCacheTable:
+    """Caches of other agents that this agent has leased. Belongs to one event loop."""
 
     def __init__(self, device: Device, agents: PeerAgents | None) -> None:
         """agents: None where no other agent is ever asked."""
         self._device, self._agents = device, agents
-        self._opening: dict[_Wanted, asyncio.Future[Borrowed]] = {}
-        self._kept: dict[_Wanted, Borrowed] = {}  # the longest unused first
-        self._keepers: set[asyncio.Future[None]] = set()
+        self._opening: dict[_Wanted, asyncio.Future[PeerCacheLease]] = {}
+        self._open_leases: dict[_Wanted, PeerCacheLease] = {}  # the longest unused first
+        self._watchers: set[asyncio.Future[None]] = set()
 
-    async def get(self, name: SourceName, rank: Rank) -> Borrowed:
-        """A session's cache, borrowed now or before. rank: of the session that wants it. Raises as PeerAgents.borrow;
-        InvalidRequest for a layout that is none of the keyspace."""
-        wanted = (name, rank.keyspace)  # who asks in another keyspace is refused, and that must not hit the others
-        kept = self._kept.pop(wanted, None)
-        # One that has ended stays here until its keeper has run: whoever got it could not use it.
-        if kept is not None and not kept.loan.ended.is_set():
-            self._kept[wanted] = kept
-            return kept
+    async def get(self, name: SourceName, rank: Rank) -> PeerCacheLease:
+        """Return a session's cache, leased now or before. rank: of the session that wants it. Raises as
+        PeerAgents.lease; InvalidRequest for a layout that does not fit the keyspace."""
+        wanted = (name, rank.keyspace)  # a request in another keyspace is refused, which must not affect the others
+        lease = self._open_leases.pop(wanted, None)
+        # One that has ended stays here until its watcher has run: a pull could not use it any more.
+        if lease is not None and not lease.loan.ended.is_set():
+            self._open_leases[wanted] = lease
+            return lease
         opening = self._opening.get(wanted)
         if opening is None:
             opening = self._opening[wanted] = asyncio.ensure_future(self._open(name, rank))
@@ -122,15 +122,15 @@ class Borrowings:
     async def close(self) -> None:
         """Give all back; no pull runs any more."""
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
-        for borrowed in list(self._kept.values()):
-            borrowed.loan.ended.set()
-        if self._keepers:
-            await asyncio.wait(self._keepers)
+        for lease in list(self._open_leases.values()):
+            lease.loan.ended.set()
+        if self._watchers:
+            await asyncio.wait(self._watchers)
 
-    async def _open(self, name: SourceName, rank: Rank) -> Borrowed:
+    async def _open(self, name: SourceName, rank: Rank) -> PeerCacheLease:
         if self._agents is None:
             raise NotServed("this agent reaches no other agents; pull from sessions of its own")
-        loan = await self._agents.borrow(name.agent, name.session_id, rank.keyspace, BORROW_TIMEOUT_S)
+        loan = await self._agents.lease(name.agent, name.session_id, rank.keyspace, LEASE_TIMEOUT_S)
         try:
             loan.layout.validate(rank.spec)
             if any(handle.ipc is None for handle in loan.handles):
@@ -139,26 +139,26 @@ class Borrowings:
         except BaseException:
             await loan.close()
             raise
-        return Borrowed(loan, cache, rank.keyspace)
+        return PeerCacheLease(loan, cache, rank.keyspace)
 
-    def _opened(self, wanted: _Wanted, opening: asyncio.Future[Borrowed]) -> None:
+    def _opened(self, wanted: _Wanted, opening: asyncio.Future[PeerCacheLease]) -> None:
         del self._opening[wanted]
         if opening.cancelled() or opening.exception() is not None:
             return
-        self._kept[wanted] = opening.result()
-        keeper = asyncio.ensure_future(self._keep(wanted, opening.result()))
-        self._keepers.add(keeper)
-        keeper.add_done_callback(self._keepers.discard)
-        # Not the new one: whoever wanted it is about to use it.
-        idle = [kept for kept in list(self._kept.values())[:-1] if kept.is_idle]
-        for kept in idle[: max(0, len(self._kept) - MAX_BORROWED)]:
-            kept.loan.ended.set()
+        self._open_leases[wanted] = opening.result()
+        watcher = asyncio.ensure_future(self._watch(wanted, opening.result()))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        # Not the new one: the pull that wanted it is about to use it.
+        idle = [lease for lease in list(self._open_leases.values())[:-1] if lease.is_idle]
+        for lease in idle[: max(0, len(self._open_leases) - MAX_LEASED_CACHES)]:
+            lease.loan.ended.set()
 
-    async def _keep(self, wanted: _Wanted, borrowed: Borrowed) -> None:
-        await borrowed.loan.ended.wait()
-        if self._kept.get(wanted) is borrowed:
-            del self._kept[wanted]
-        await borrowed.end()
+    async def _watch(self, wanted: _Wanted, lease: PeerCacheLease) -> None:
+        await lease.loan.ended.wait()
+        if self._open_leases.get(wanted) is lease:
+            del self._open_leases[wanted]
+        await lease.end()
 
 
 DEFAULT_WAIT_S = 10.0
@@ -224,7 +224,7 @@ class PeerPulls:
     ) -> None:
         """session_of: raises SessionUnknown. max_running: pulls into one session at once."""
         self._session_of, self._device, self._metrics, self._max_running = session_of, device, metrics, max_running
-        self._borrowings = Borrowings(device, agents)
+        self._leases = PeerCacheTable(device, agents)
         self._pulls: WeakKeyDictionary[EngineSession, _SessionPulls] = WeakKeyDictionary()
 
     async def pull(self, session_id: bytes, wanted: WantedPull) -> PullOutcome:
@@ -234,7 +234,7 @@ class PeerPulls:
         gauge.inc()
         try:
             accepted = self._of(session).one_more(_PULLS_PER_PLACE * self._max_running)
-            with accepted, session.lend() as use, self._metrics.peer_pull_duration.time():
+            with accepted, session.share() as use, self._metrics.peer_pull_duration.time():
                 outcome = await self._pull(session, use, wanted)
         except KvPoolError as error:
             self._metrics.failed_peer_pulls.labels(error.reason).inc()
@@ -259,8 +259,8 @@ class PeerPulls:
             self._drop_event(session, after)
 
     async def close(self) -> None:
-        """Give back what was borrowed; every session is closed."""
-        await self._borrowings.close()
+        """Give back what was leased; every session is closed."""
+        await self._leases.close()
 
     async def _pull(self, session: EngineSession, use: CacheUse, wanted: WantedPull) -> PullOutcome:
         loop = asyncio.get_running_loop()
@@ -289,7 +289,7 @@ class PeerPulls:
             if name in sources:
                 continue
             if name.agent:
-                sources[name] = await self._borrowed(session, use, name, held)
+                sources[name] = await self._leased(session, use, name, held)
             else:
                 sources[name] = self._own(session, use, number, name, held)
             source = sources[name]
@@ -305,7 +305,7 @@ class PeerPulls:
             raise SessionUnknown(f"pulls[{number}].source_session_id: {error.message}") from error
         if source is session:
             raise InvalidRequest(f"pulls[{number}].source_session_id is the destination's own session")
-        lent = held.enter_context(source.lend(use.stop))
+        lent = held.enter_context(source.share(use.stop))
 
         async def check() -> None:
             if not source.is_open:
@@ -313,13 +313,11 @@ class PeerPulls:
 
         return _Source(lent.cache, source.rank.keyspace, source.rank.layout, source.handles, check)
 
-    async def _borrowed(self, session: EngineSession, use: CacheUse, name: SourceName, held: ExitStack) -> _Source:
-        borrowed = await self._borrowings.get(name, session.rank)
-        held.enter_context(borrowed.use(use.stop))
-        loan = borrowed.loan
-        return _Source(
-            borrowed.cache, borrowed.keyspace, loan.layout, loan.handles, lambda: loan.check(CHECK_TIMEOUT_S)
-        )
+    async def _leased(self, session: EngineSession, use: CacheUse, name: SourceName, held: ExitStack) -> _Source:
+        lease = await self._leases.get(name, session.rank)
+        held.enter_context(lease.use(use.stop))
+        loan = lease.loan
+        return _Source(lease.cache, lease.keyspace, loan.layout, loan.handles, lambda: loan.check(CHECK_TIMEOUT_S))
 
     def _checked(
         self, session: EngineSession, sources: dict[SourceName, _Source], wanted: WantedPull

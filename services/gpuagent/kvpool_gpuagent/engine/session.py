@@ -27,7 +27,7 @@ from kvpool_gpuagent.engine.events import SessionEvents, UsedEvent
 from kvpool_gpuagent.engine.leasing import LeaseOutcome, SessionLeases
 from kvpool_gpuagent.engine.loading import LoadRun, ReportProgress
 from kvpool_gpuagent.engine.locations import ChainLocations, SeenChunks
-from kvpool_gpuagent.engine.storing import AskKept, StoreRun
+from kvpool_gpuagent.engine.storing import AskStillValid, StoreRun
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, EngineCache, IndexPort, MappedHandle, PagePool
 
@@ -95,7 +95,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheUse:
-    """Use of a session's cache by what is none of its own loads and stores; see EngineSession.lend."""
+    """Use of a session's cache by others than its own loads and stores; see EngineSession.share."""
 
     cache: EngineCache
     stop: CancelToken  # cancelled when the session wants its end
@@ -104,7 +104,7 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineIdentity:
-    """Who an engine rank is, once its keyspace is open."""
+    """An engine rank's identity, once its keyspace is open."""
 
     rank: Rank
     engine_name: str
@@ -186,7 +186,7 @@ class EngineSession:
             raise Stopped("the session was closed while it was registered")
 
     async def only_match(self) -> None:
-        """The engine has no memory here: reach the pagestore, which tells what is local. Raises Stopped."""
+        """The engine has no memory here: reach the pagestore, which knows what is local. Raises Stopped."""
         await self._pool.connect()
         if self._closing is not None:
             raise Stopped("the session was closed while it was registered")
@@ -214,7 +214,9 @@ class EngineSession:
         self._metrics.unmatched_chunks.inc(len(hashes) - held_chunks - found_chunks)
         return EngineMatch(matched_chunks=held_chunks + found_chunks, runs=tuple(self._estimated(run) for run in found))
 
-    async def store(self, request_id: int, span: ChunkRange, ask_kept: AskKept, after: UsedEvent) -> StoreOutcome:
+    async def store(
+        self, request_id: int, span: ChunkRange, ask_still_valid: AskStillValid, after: UsedEvent
+    ) -> StoreOutcome:
         """Store chunks, after the engine's work; see StoreRun. Raises InvalidRequest before anything is touched."""
         cache = traced(self._ready_cache(), self._tracer)
         if self.rank.load_only:
@@ -223,7 +225,7 @@ class EngineSession:
         with self._request(request_id, "store") as running, self._metrics.store_duration.time():
             run = StoreRun(self.rank, span, self._pool, cache, self._metrics)
             passed = partial(after.passed, cache.event_passed, running.stop)
-            outcome = await run.run(ask_kept, running.stop, passed)
+            outcome = await run.run(ask_still_valid, running.stop, passed)
         count = self._metrics.stored_chunks
         count.labels("stored").inc(outcome.stored_chunks)
         count.labels("deduplicated").inc(outcome.deduplicated_chunks)
@@ -291,8 +293,8 @@ class EngineSession:
         return self._cache is not None and self._closing is None
 
     @contextmanager
-    def lend(self, stop: CancelToken | None = None) -> Iterator[CacheUse]:
-        """The cache, as long as the block runs: a close of the session sets `stop` and waits for the block's end.
+    def share(self, stop: CancelToken | None = None) -> Iterator[CacheUse]:
+        """The cache, as long as the block runs: a close of the session cancels `stop` and waits for the block's end.
 
         stop: to be shared with other uses. Raises Stopped while the session closes, InvalidRequest before it is ready.
         """
@@ -305,7 +307,7 @@ class EngineSession:
             use.ended.set()
 
     def begin_close(self, reason: KvPoolError | None = None) -> None:
-        """Refuse new requests, tell running ones to stop, and end the session in the background. reason: the agent's,
+        """Refuse new requests, cancel running ones, and end the session in the background. reason: the agent's,
         for the engine."""
         if reason is not None and not self.ended.done():
             self.ended.set_result(reason)
@@ -331,9 +333,9 @@ class EngineSession:
             if self._cache is not None:
                 await self._cache.close()
             if self._hold_file is not None:
-                await self._hold_file.let_go()
+                await self._hold_file.release()
         except Exception:
-            # The hold file stays open: who cannot say that he has let go says it by the end of his process.
+            # The hold file stays open: then the end of this process says that the memory is untouched.
             _log.exception("an engine's memory could not be unmapped; its blocks stay held until this process ends")
         self.unmapped.set()
         try:
@@ -376,7 +378,7 @@ async def _give_up(handles: Sequence[MappedHandle], hold_file: HoldFile | None) 
         if handle.descriptor is not None:
             os.close(handle.descriptor)
     if hold_file is not None:
-        await hold_file.let_go()
+        await hold_file.release()
 
 
 def count_load(
@@ -389,8 +391,8 @@ def count_load(
 ) -> None:
     """A load has ended. compute_s_per_token: of the engine, were it to compute them; 0 if unknown.
 
-    One that was stopped, as nobody needed it any more, tells neither what loads bring nor how quick they are: an engine
-    whose clients leave early would else take loads for slow.
+    One that was cancelled shows neither what loads bring nor how fast they are: an engine whose clients leave early
+    would otherwise take loads for slow.
     """
     stopped = isinstance(outcome.error, Stopped)
     if compute_s_per_token and not stopped:

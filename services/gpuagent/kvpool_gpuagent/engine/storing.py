@@ -1,4 +1,4 @@
-"""Stores: reserve a window of pages, copy it out, ask the engine whether its blocks held still, commit."""
+"""Stores: reserve a window of pages, copy it out, ask the engine whether its blocks are still valid, commit."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _log = logging.getLogger(__name__)
 # Each window is a round trip to the pagestore and one to the engine. So many at a time hide them behind copying.
 WINDOW_BYTES, WINDOWS = 128 << 20, 4
 
-AskKept = Callable[[int], Coroutine[Any, Any, bool]]
-"""Tells the engine that the first N chunks are copied out and returns its answer; False when it does not come."""
+AskStillValid = Callable[[int], Coroutine[Any, Any, bool]]
+"""Report to the engine that the first N chunks are copied out; return whether they are still valid, False without an
+answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +69,7 @@ class StoreRun:
         self._written = np.zeros(span.chunk_count, dtype=np.int64)
         self._ended: KvPoolError | None = None  # why nothing more is stored
 
-    async def run(self, ask_kept: AskKept, stop: CancelToken, passed: EnginePassed) -> StoreOutcome:
+    async def run(self, ask_still_valid: AskStillValid, stop: CancelToken, passed: EnginePassed) -> StoreOutcome:
         """Store what can be stored. A failure of some pages fails their chunks, never the request.
 
         passed: awaited before anything is reserved, so that no slot waits behind an engine's work, and before the first
@@ -89,7 +90,7 @@ class StoreRun:
                 window = await self._reserve(chunks, stop)
                 stored = chunks.stop
                 asked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-                storing = self._store_window(window, before, asked, ask_kept, stop)
+                storing = self._store_window(window, before, asked, ask_still_valid, stop)
                 if not windows and stored == self._span.chunk_count:
                     await storing  # mostly there is one: a task would cost more than it does
                     break
@@ -119,7 +120,7 @@ class StoreRun:
         return max(1, min(WINDOWS, self._pool.window_pages // self._shards.size))
 
     def _windows(self) -> list[range]:
-        # A chunk's pages are reserved together: its blocks are kept or not kept as one.
+        # A chunk's pages are reserved together: its blocks are still valid or not as one.
         if self._shards.size > self._pool.window_pages:
             raise ArenaFull(
                 f"a chunk of this rank has {self._shards.size} pages, but the agent may hold {self._pool.window_pages} "
@@ -134,16 +135,16 @@ class StoreRun:
         window: _Window,
         before: asyncio.Future[bool],
         asked: asyncio.Future[bool],
-        ask_kept: AskKept,
+        ask_still_valid: AskStillValid,
         stop: CancelToken,
     ) -> None:
-        """Copy a window out and commit it. Never raises. before, asked: whether the engine kept the blocks of all
-        earlier windows, and of this one too."""
+        """Copy a window out and commit it. Never raises. before, asked: whether the blocks of all earlier
+        windows were still valid, and those of this one too."""
         try:
             await self._abort_failed(window)
             await self._gather(window, stop)
             # In order: the engine is asked about leading chunks.
-            if not await before or not await until_cancelled(ask_kept(window.chunks.stop), stop):
+            if not await before or not await until_cancelled(ask_still_valid(window.chunks.stop), stop):
                 raise Stopped("the engine did not keep the blocks until they were copied out")
             asked.set_result(True)
         except Exception as error:

@@ -86,7 +86,7 @@ class BurstTables:
         return self._pages.address, self._blocks.address
 
     def fill(self, table: PlaneTable, burst: BurstPages) -> None:
-        """Describe a burst; whoever filled it before has settled."""
+        """Describe a burst; the burst that filled it before has ended."""
         self.count, columns = burst.block_ids.shape
         self._blocks.hold(burst.block_ids.size)
         self._pages.hold(self.count * PAGE_COLUMNS)
@@ -101,7 +101,7 @@ class BurstTables:
 
 
 class TablePool:
-    """Tables that nobody uses now. Thread-safe."""
+    """Tables that are free. Thread-safe."""
 
     def __init__(self, host_table: HostTable) -> None:
         self._host_table = host_table

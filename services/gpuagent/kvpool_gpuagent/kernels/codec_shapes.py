@@ -83,7 +83,7 @@ class GroupTiling:
     warps: int
 
     def items(self, shape: CodecShape) -> int:
-        """Of a page."""
+        """Items of a page."""
         return shape.rows.most_planes * shape.rows.most_heads * self.tiles
 
     def constants(self, shape: CodecShape) -> dict[str, Any]:

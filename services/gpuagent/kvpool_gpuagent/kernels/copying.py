@@ -37,7 +37,7 @@ class Tiling:
     warps: int
 
     def items(self, shape: CopyShape) -> int:
-        """Of a page."""
+        """Items of a page."""
         return shape.most_planes * shape.most_heads * self.tiles
 
     def constants(self, shape: CopyShape) -> dict[str, Any]:

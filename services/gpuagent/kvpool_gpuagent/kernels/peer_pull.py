@@ -236,7 +236,7 @@ def pull_rows(slots: Tensor, data: PullPlanes, scales: PullPlanes | None = None,
     raises:   ValueError naming the argument, before any launch.
 
     Moves T * planes * heads * row_bytes bytes over the link and as many into the own memory; equal, bit for bit, to the
-    reference. Runs on the current stream. Who owns the source slots keeps them until it has run.
+    reference. Runs on the current stream. The owner of the source slots keeps them until it has run.
     """
     tokens = slots.shape[0]
     arguments = [check_table("slots", slots, torch.int64, 2), tokens]

@@ -54,7 +54,7 @@ class CopyThreads:
         cancelled = False
         while pending := {future for future in futures if not future.done()}:
             try:
-                # Not gather: cancelling it would cancel jobs that wait for a thread, and nobody would undo them.
+                # Not gather: cancelling it would cancel jobs that wait for a thread, and nothing would undo them.
                 await asyncio.wait(pending)
             except asyncio.CancelledError:
                 cancelled = True
@@ -263,7 +263,7 @@ def _map_all(handles: Sequence[MappedHandle], mappings: list[mmap.mmap]) -> None
 
 def _map(index: int, handle: MappedHandle) -> mmap.mmap:
     if handle.descriptor is None:
-        raise InvalidRequest(f"handles[{index}] is no shared memory; the CPU device maps only descriptors")
+        raise InvalidRequest(f"handles[{index}] is not shared memory; the CPU device maps only descriptors")
     if handle.file_offset < 0 or handle.file_offset % mmap.ALLOCATIONGRANULARITY:
         raise InvalidRequest(f"handles[{index}].file_offset must be a multiple of {mmap.ALLOCATIONGRANULARITY}")
     # Touching a mapping past the end of its file kills the process, so the file's own size decides.

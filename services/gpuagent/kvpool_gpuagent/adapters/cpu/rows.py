@@ -179,15 +179,15 @@ class _PlaneItems:
         first_head = heads.start - payload.heads.start
         offset = strides.offset(layer=run.first_layer, head=first_head, plane=run.first_plane)
         self._payload_offset = begin_bytes + offset
-        self._item_bytes, self._kept = _joined(self._axes, self._row_bytes)
-        self._engine = self._engine_items(self._kept, self._item_bytes)
+        self._item_bytes, self._axes_left = _joined(self._axes, self._row_bytes)
+        self._engine = self._engine_items(self._axes_left, self._item_bytes)
         self._are_blocks_large = (
             self._row_bytes * int(np.prod([axis.count for axis in self._axes])) >= _LARGE_BLOCK_BYTES
         )
 
     def gather(self, block_ids: BlockIds, runs: Sequence[tuple[int, int, int]], copied: Bytes) -> None:
         """copied = the engine's blocks. runs: of all block_ids."""
-        rows = self._payload_items(copied, self._kept, self._item_bytes)
+        rows = self._payload_items(copied, self._axes_left, self._item_bytes)
         if self._shares > 1:
             rows[...] = self._engine[block_ids.reshape(-1, self._shares)]
         elif self._are_runs_better(runs, block_ids.size):
@@ -200,7 +200,7 @@ class _PlaneItems:
         self, block_ids: BlockIds, runs: Sequence[tuple[int, int, int]], copied: Bytes, first_block: int
     ) -> None:
         """The engine's blocks, from the chunk's first_block on, = copied. runs: of those blocks."""
-        rows = self._payload_items(copied, self._kept, self._item_bytes)
+        rows = self._payload_items(copied, self._axes_left, self._item_bytes)
         if self._shares > 1:
             group, share = divmod(first_block, self._shares)
             if share:
@@ -237,10 +237,10 @@ class _PlaneItems:
 
 def _joined(axes: Sequence[_Axis], item_bytes: int) -> tuple[int, tuple[_Axis, ...]]:
     """Bytes of what lies together on both sides, and the axes that are left; axes and result outermost first."""
-    kept = [axis for axis in axes if axis.count > 1]
-    while kept and kept[-1].engine_stride == kept[-1].payload_stride == item_bytes:
-        item_bytes *= kept.pop().count
-    return item_bytes, tuple(kept)
+    left = [axis for axis in axes if axis.count > 1]
+    while left and left[-1].engine_stride == left[-1].payload_stride == item_bytes:
+        item_bytes *= left.pop().count
+    return item_bytes, tuple(left)
 
 
 def _view(memory: Bytes, offset: int, axes: Sequence[_Axis], strides: Sequence[int], item_bytes: int) -> Items:

@@ -1,4 +1,4 @@
-"""The transfer engine of one GPU: two lanes, their scratch, and for each cache the paths that its pages can take."""
+"""The transfer engine of one GPU: two queues, their scratch, and for each cache the paths that its pages can take."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import slot_bytes
 from kvpool.core.plane_table import PlaneTable
-from kvpool_gpuagent.adapters.gpu.copy_paths import KernelBursts, LaneStreams, Mover, RunCopies, payload_sizes
+from kvpool_gpuagent.adapters.gpu.copy_paths import CopyPath, KernelBursts, QueueStreams, RunCopies, payload_sizes
 from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime, OutOfDeviceMemory
 from kvpool_gpuagent.adapters.gpu.scratch import Scratch
-from kvpool_gpuagent.adapters.gpu.transfer_queue import Lane
+from kvpool_gpuagent.adapters.gpu.transfer_queue import TransferQueue
 from kvpool_gpuagent.core.copy_runs import RunTable
 from kvpool_gpuagent.core.pages import CopyBatch
 from kvpool_gpuagent.kernels.cache_kernels import CacheKernels, TablePool
@@ -25,7 +25,7 @@ from kvpool_gpuagent.ports import PeerCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Direction:
+class PathSelector:
     """One direction of a cache.
 
     runs:    the copy engine alone; None if a codec makes other bytes of the rows.
@@ -33,21 +33,21 @@ class Direction:
     by_runs: [shard_count] bool: shards whose runs are long enough for the copy engine alone.
     """
 
-    lane: Lane
-    runs: Mover | None
-    kernels: Mover | None
+    queue: TransferQueue
+    runs: CopyPath | None
+    kernels: CopyPath | None
     by_runs: npt.NDArray[np.bool_]
 
-    def mover(self, batch: CopyBatch) -> Mover:
+    def path(self, batch: CopyBatch) -> CopyPath:
         """What moves these pages."""
-        mover = self.runs if self.by_runs[batch.shards].all() else self.kernels
-        mover = mover or self.runs or self.kernels
-        assert mover is not None
-        return mover
+        path = self.runs if self.by_runs[batch.shards].all() else self.kernels
+        path = path or self.runs or self.kernels
+        assert path is not None
+        return path
 
     async def move(self, batch: CopyBatch, stop: CancelToken) -> bool:
-        """See Lane.move."""
-        return await self.lane.move(self.mover(batch), batch, stop) if batch.count else True
+        """See TransferQueue.move."""
+        return await self.queue.move(self.path(batch), batch, stop) if batch.count else True
 
 
 class GpuCache:
@@ -55,8 +55,8 @@ class GpuCache:
 
     def __init__(
         self,
-        store: Direction,
-        load: Direction,
+        store: PathSelector,
+        load: PathSelector,
         event_passed: Callable[[int], bool],
         unmap: Callable[[], None],
         peer: PeerCache | None = None,
@@ -99,7 +99,7 @@ LONG_RUN_BYTES = 32 << 10
 
 
 class TransferEngine:
-    """Stores and loads of all caches share the lanes and the scratch. Nothing ever synchronizes the whole device."""
+    """Stores and loads of all caches share the queues and the scratch. Nothing ever synchronizes the whole device."""
 
     def __init__(
         self,
@@ -112,11 +112,11 @@ class TransferEngine:
         self._runtime = runtime
         self._scratch = Scratch(runtime, scratch_bytes)
         self._tables = TablePool(runtime.host_table)
-        self._store_streams, self._load_streams = LaneStreams(runtime), LaneStreams(runtime)
-        self._stores = Lane(runtime, self._store_streams, self._scratch, "store", on_broken)
-        self._loads = Lane(runtime, self._load_streams, self._scratch, "load", on_broken)
+        self._store_streams, self._load_streams = QueueStreams(runtime), QueueStreams(runtime)
+        self._stores = TransferQueue(runtime, self._store_streams, self._scratch, "store", on_broken)
+        self._loads = TransferQueue(runtime, self._load_streams, self._scratch, "load", on_broken)
 
-    def directions(self, table: PlaneTable, own_shards: Sequence[int]) -> tuple[Direction, Direction]:
+    def directions(self, table: PlaneTable, own_shards: Sequence[int]) -> tuple[PathSelector, PathSelector]:
         """Store and load of one cache. The calling thread is attached; blocks while scratch is allocated and kernels
         are compiled, where they are needed.
 
@@ -134,13 +134,13 @@ class TransferEngine:
             raise KvPoolError("the GPU has no room for the scratch that a codec needs; leave the agent more memory")
         sizes, runtime = payload_sizes(table), self._runtime
         directions = []
-        for lane, streams, out in (
+        for queue, streams, out in (
             (self._stores, self._store_streams, True),
             (self._loads, self._load_streams, False),
         ):
             directions.append(
-                Direction(
-                    lane,
+                PathSelector(
+                    queue,
                     RunCopies(runs, sizes, runtime, streams.copies, out=out) if runs is not None else None,
                     KernelBursts(table, kernels, self._tables, runtime, streams, out=out) if kernels else None,
                     by_runs,
@@ -169,6 +169,6 @@ class TransferEngine:
         return kernels
 
     async def close(self) -> None:
-        """End the lanes once what was submitted has settled."""
-        for lane in (self._stores, self._loads):
-            await asyncio.to_thread(lane.close)
+        """End the queues once what was submitted has ended."""
+        for queue in (self._stores, self._loads):
+            await asyncio.to_thread(queue.close)

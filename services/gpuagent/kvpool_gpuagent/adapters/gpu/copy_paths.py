@@ -1,7 +1,7 @@
 """What moves pages between a cache on the GPU and host memory: the copy engine alone, or kernels and scratch.
 
-Each enqueues the work of one burst on a lane's streams. Nothing here looks at the bytes: who seals and verifies pages
-is the pagestore.
+Each enqueues the work of one burst on the streams of a transfer queue. Nothing here looks at the bytes: the pagestore
+seals and verifies pages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvpool_gpuagent.kernels.cache_kernels import BurstPages, BurstTables, Cache
 MOST_KERNEL_STREAMS = 4  # as many as bursts are in flight
 
 
-class LaneStreams:
-    """Of one lane. Kernel streams are made when first needed."""
+class QueueStreams:
+    """The streams of one transfer queue. Kernel streams are made when first needed."""
 
     def __init__(self, runtime: GpuRuntime, most_streams: int = MOST_KERNEL_STREAMS) -> None:
         """most_streams: bursts beyond them share one."""
@@ -39,8 +39,8 @@ class LaneStreams:
         """A stream for one burst; kernels launched in this thread go to it.
 
         One that no burst in flight uses, if there may be one. Else the burst follows others on theirs: slower, and
-        right, because the lane's one issuing thread launches all kernels of a burst before those of the next. So no one
-        waits here for what a burst that failed never gives back.
+        right, because the queue's one issuing thread launches all kernels of a burst before those of the next. So no
+        one waits here for what a burst that failed never gives back.
         """
         with self._lock:
             if not self._bursts or (min(self._bursts) and len(self._streams) < self._most_streams):
@@ -58,7 +58,7 @@ class LaneStreams:
             self._bursts[self._streams.index(stream)] -= 1
 
     def synchronize(self) -> None:
-        """Block until all work of the lane has ended. Raises what the GPU reports."""
+        """Block until all work of the queue has ended. Raises what the GPU reports."""
         with self._lock:
             streams = [self.copies, *self._streams]
         for stream in streams:
@@ -83,8 +83,8 @@ class Issued(Protocol):
         ...
 
 
-class Mover(Protocol):
-    """Moves pages of one cache in one direction by one path. Transfers with the same mover share bursts."""
+class CopyPath(Protocol):
+    """Moves pages of one cache in one direction by one path. Transfers with the same path share bursts."""
 
     needs_scratch: bool
     most_pages: int  # of a burst
@@ -112,11 +112,11 @@ class RunCopies:
         self._out = out
 
     def sizes_bytes(self, batch: CopyBatch) -> Int64s:
-        """See Mover."""
+        """See CopyPath."""
         return self._payload_bytes[batch.shards]
 
     def issue(self, batch: CopyBatch, scratch_address: int) -> Issued:
-        """See Mover."""
+        """See CopyPath."""
         runs = self._runs.runs(batch.shards, batch.block_ids, batch.skip_tokens)
         pages = batch.addresses[runs.pages] + (HEADER_BYTES + runs.payload_offsets)
         if self._out:
@@ -152,7 +152,7 @@ class KernelBursts:
         kernels: CacheKernels,
         tables: TablePool,
         runtime: GpuRuntime,
-        streams: LaneStreams,
+        streams: QueueStreams,
         *,
         out: bool,
     ) -> None:
@@ -164,11 +164,11 @@ class KernelBursts:
         self._scratch_bytes = -(-self._payload_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
     def sizes_bytes(self, batch: CopyBatch) -> Int64s:
-        """See Mover."""
+        """See CopyPath."""
         return self._scratch_bytes[batch.shards]
 
     def issue(self, batch: CopyBatch, scratch_address: int) -> Issued:
-        """See Mover."""
+        """See CopyPath."""
         sizes = self._scratch_bytes[batch.shards]
         scratch: Int64s = scratch_address + np.cumsum(sizes) - sizes
         pages = batch.addresses + HEADER_BYTES
@@ -207,7 +207,7 @@ class _Burst:
 
     pool: TablePool
     tables: BurstTables
-    streams: LaneStreams
+    streams: QueueStreams
     stream: Stream
     issued_s: float
     kernels: Mark | None = None

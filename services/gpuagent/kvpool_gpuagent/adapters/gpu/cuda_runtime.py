@@ -138,7 +138,7 @@ class CudaRuntime:
     """See runtime.GpuRuntime."""
 
     def __init__(self, ordinal: int = 0) -> None:
-        """ordinal: among the devices visible to this process. Raises NotServed where there is no driver."""
+        """ordinal: among the devices visible to this process. Raises NotServed without a driver."""
         self.driver = Driver.load()
         self.ordinal = ordinal
         self.device = torch.device("cuda", ordinal)

@@ -1,4 +1,4 @@
-"""The CUDA device: engine caches by CUDA IPC, arena segments pinned, one lane for each direction."""
+"""The CUDA device: engine caches by CUDA IPC, arena segments pinned, a transfer queue for each direction."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ _MAX_TABLES = 64  # remembered: pairs of caches that pull again and again
 
 
 def memory_of(cache: PeerCache) -> PeerMemory:
-    """Of a cache that this device has mapped, as a rank's own or as a peer's. Raises NotServed for one without."""
+    """Return the memory of a cache that this device has mapped, a rank's own or a peer's. Raises NotServed without."""
     memory = cache.peer if isinstance(cache, GpuCache) else cache
     if not isinstance(memory, PeerMemory):
         raise NotServed("this cache cannot take part in pulls; load from staging instead")
@@ -114,32 +114,32 @@ class PeerPuller:
         """runtime_of: of the GPU with this ordinal; blocks. programs: multiprocessors that pulls of one GPU take at
         most. on_broken: called, from a thread, when a GPU has failed for good."""
         self._runtime_of, self._programs, self._on_broken = runtime_of, programs, on_broken
-        self._lanes: dict[int, _PullLane] = {}
+        self._queues: dict[int, _PullQueue] = {}
 
     async def pull(self, destination: PeerCache, parts: Sequence[PullPart], stop: CancelToken) -> PulledBytes:
         """See ports.Device.pull."""
         own = memory_of(destination)
         rows = [_PeerRows(memory_of(part.source), part.layers, part.heads, part.slots) for part in parts]
-        lane = self._lanes.get(own.home)
-        if lane is None:
-            lane = self._lanes[own.home] = _PullLane(own.home, self._runtime_of, self._programs, self._on_broken)
+        queue = self._queues.get(own.home)
+        if queue is None:
+            queue = self._queues[own.home] = _PullQueue(own.home, self._runtime_of, self._programs, self._on_broken)
         work = asyncio.ensure_future(
-            asyncio.get_running_loop().run_in_executor(lane.thread, functools.partial(lane.pull, own, rows, stop))
+            asyncio.get_running_loop().run_in_executor(queue.thread, functools.partial(queue.pull, own, rows, stop))
         )
         pulled, cancelled = await finished(work)
         if cancelled:
-            pulled.exception()  # nobody is left who could be told
+            pulled.exception()  # retrieved: the caller has left
             raise asyncio.CancelledError
         return pulled.result()
 
     async def close(self) -> None:
         """End the threads once what they do has ended."""
-        lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            await asyncio.to_thread(lane.thread.shutdown)
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            await asyncio.to_thread(queue.thread.shutdown)
 
 
-class _PullLane:
+class _PullQueue:
     """Pulls into caches of one GPU. All but the constructor runs on its one thread."""
 
     def __init__(
@@ -194,7 +194,7 @@ class _PullLane:
         return runtime, stream
 
     def _failure(self, stream: Stream, error: Exception) -> KvPoolError:
-        """Part of it may be running: wait for it, so that nobody's memory is touched after this."""
+        """Part of it may be running: wait for it, so that no memory is touched after this."""
         _log.error("a pull from a peer's cache failed on the GPU", exc_info=error)
         try:
             stream.synchronize()

@@ -55,7 +55,8 @@ class Extents:
 class Scratch:
     """One allocation, made when first needed; less of it where the GPU has no room. Thread-safe.
 
-    changed: notified, with its lock held, whenever a range comes back; lanes wait on it for that and for work.
+    changed: notified, with its lock held, whenever a range comes back; transfer queues wait on it for that and for
+    work.
     """
 
     def __init__(self, runtime: GpuRuntime, size_bytes: int) -> None:

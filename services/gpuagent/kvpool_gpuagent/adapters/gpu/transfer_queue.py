@@ -1,6 +1,6 @@
 """One direction of a GPU: transfers in, bursts of pages out, two threads between.
 
-One thread forms bursts and enqueues their work, the other waits for the GPU and settles them: while a burst is on the
+One thread forms bursts and enqueues their work, the other waits for the GPU and completes them: while a burst is on the
 link the next one is enqueued, and what arrives meanwhile goes into the one after.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError
 from kvpool.core.spans import Int64s
-from kvpool_gpuagent.adapters.gpu.copy_paths import Issued, LaneStreams, Mover
+from kvpool_gpuagent.adapters.gpu.copy_paths import CopyPath, Issued, QueueStreams
 from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu.scratch import Scratch
 from kvpool_gpuagent.core.pages import FIRST_WINDOW_ORDER, CopyBatch
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 async def finished(work: asyncio.Future[T]) -> tuple[asyncio.Future[T], bool]:
-    """The work once it is done, and whether the caller was cancelled meanwhile: only then may it tell so, too."""
+    """Return the work once it is done, and whether the caller was cancelled meanwhile: it raises that only then."""
     cancelled = False
     while not work.done():
         try:
@@ -38,13 +38,13 @@ async def finished(work: asyncio.Future[T]) -> tuple[asyncio.Future[T], bool]:
         except asyncio.CancelledError:
             cancelled = True
         except Exception:
-            break  # the work's own: whoever asks it gets it
+            break  # the work's own: its caller gets it
     return work, cancelled
 
 
 _log = logging.getLogger(__name__)
 
-DEPTH = 4  # bursts enqueued and not settled: on the link, in kernels, waiting for a turn, being formed
+DEPTH = 4  # bursts enqueued and not completed: on the link, in kernels, waiting for a turn, being formed
 RUN_BURST_BYTES = 64 << 20  # of bursts without kernels: on the link for a millisecond, as long as enqueuing the next
 _THREADS_END_S = 10.0
 
@@ -83,12 +83,12 @@ class BurstSizer:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One call: its pages, in order. `settled` gets True, or False if `stop` was cancelled."""
+    """One call: its pages, in order. `outcome` gets True, or False if `stop` was cancelled."""
 
-    mover: Mover
+    path: CopyPath
     batch: CopyBatch
     stop: CancelToken
-    settled: asyncio.Future[bool]
+    outcome: asyncio.Future[bool]
     ends_bytes: Int64s = field(init=False)  # [N]: bytes of a page and all before it
     issued: int = 0  # leading pages that went into bursts
     in_flight: int = 0
@@ -97,7 +97,7 @@ class Transfer:
     error: KvPoolError | None = None
 
     def __post_init__(self) -> None:
-        self.ends_bytes = np.cumsum(self.mover.sizes_bytes(self.batch))
+        self.ends_bytes = np.cumsum(self.path.sizes_bytes(self.batch))
 
     @property
     def issued_bytes(self) -> int:
@@ -124,7 +124,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Burst:
-    mover: Mover
+    path: CopyPath
     parts: list[tuple[Transfer, int, int]]  # transfer, first page, number of pages
     scratch: tuple[int, int] | None
     size_bytes: int = 0
@@ -135,18 +135,18 @@ class _Burst:
         return CopyBatch.joined([transfer.batch.part(first, count) for transfer, first, count in self.parts])
 
 
-class Lane:
+class TransferQueue:
     """See above. Threads start with the first transfer."""
 
     def __init__(
         self,
         runtime: GpuRuntime,
-        streams: LaneStreams,
+        streams: QueueStreams,
         scratch: Scratch,
         name: str,
         on_broken: Callable[[KvPoolError], None],
     ) -> None:
-        """streams: those of its movers. on_broken: called once if the GPU fails so that no later work can go on."""
+        """streams: those of its paths. on_broken: called once if the GPU fails so that no later work can go on."""
         self.name = name
         self._streams = streams
         self._runtime, self._scratch, self._on_broken = runtime, scratch, on_broken
@@ -160,26 +160,26 @@ class Lane:
         self._closed = False
         self._threads: list[threading.Thread] = []
 
-    async def move(self, mover: Mover, batch: CopyBatch, stop: CancelToken) -> bool:
+    async def move(self, path: CopyPath, batch: CopyBatch, stop: CancelToken) -> bool:
         """Move pages; False if `stop` was cancelled. A cancelled caller gets CancelledError once nothing is running any
         more. Raises KvPoolError."""
-        transfer = Transfer(mover, batch, stop, asyncio.get_running_loop().create_future())
+        transfer = Transfer(path, batch, stop, asyncio.get_running_loop().create_future())
         self.submit(transfer)
-        settled, cancelled = await finished(transfer.settled)
+        done, cancelled = await finished(transfer.outcome)
         if cancelled:
-            settled.exception()  # there is no one left to raise it to
+            done.exception()  # retrieved: the caller has left
             raise asyncio.CancelledError
-        return settled.result()
+        return done.result()
 
     def submit(self, transfer: Transfer) -> None:
-        """Start a transfer of at least one page; its `settled` says when nothing of it is running any more."""
+        """Start a transfer of at least one page; its `outcome` says when nothing of it is running any more."""
         with self._changed:
             if self._closed:
                 raise KvPoolError("the GPU device is closed")
             if self._broken is not None:
                 raise self._broken
             if not self._threads:
-                for target, role in ((self._issue_all, "issue"), (self._settle_all, "settle")):
+                for target, role in ((self._issue_all, "issue"), (self._complete_all, "complete")):
                     name = f"{self.name}-{role}"
                     self._threads.append(threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True))
                     self._threads[-1].start()
@@ -200,7 +200,7 @@ class Lane:
         return place
 
     def close(self) -> None:
-        """End the threads once what was submitted has settled."""
+        """End the threads once what was submitted has ended."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -208,11 +208,11 @@ class Lane:
             thread.join(_THREADS_END_S)
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Without its thread the lane would leave callers waiting forever."""
+        """Without its thread the queue would leave callers waiting forever."""
         try:
             work()
         except Exception as error:
-            _log.exception("a thread of lane %s has ended", self.name)
+            _log.exception("a thread of queue %s has ended", self.name)
             self._break(KvPoolError(f"the GPU cannot be used any more ({error}); restart the agent"))
             self._in_flight.put(None)
 
@@ -227,7 +227,7 @@ class Lane:
                 self._in_flight.put(None)
                 return
             try:
-                burst.issued = burst.mover.issue(burst.batch(), burst.scratch[0] if burst.scratch else 0)
+                burst.issued = burst.path.issue(burst.batch(), burst.scratch[0] if burst.scratch else 0)
             except Exception as error:
                 self._fail(burst, error)
                 self._places.release()
@@ -251,30 +251,28 @@ class Lane:
             transfer.stopped = True
             self._pending.remove(transfer)
             if transfer.over:
-                _settle([transfer])
+                _complete([transfer])
 
     def _form(self) -> _Burst | None:
         """The next burst out of what is pending; None if the scratch has no room for it now."""
-        mover = self._pending[0].mover
+        path = self._pending[0].path
         first = self._pending[0]
         first_bytes = int(first.ends_bytes[first.issued]) - first.issued_bytes
         limit_bytes, scratch = max(RUN_BURST_BYTES, first_bytes), None
-        if mover.needs_scratch:
+        if path.needs_scratch:
             limit_bytes = self._sizer.next_bytes(continuing=self._in_flight_count > 0)
-            # Of what there is, not of what was asked for: otherwise a lane would wait for more than ever comes back.
+            # Of what there is, not of what was asked for: otherwise a queue would wait for more than ever comes back.
             limit_bytes = max(min(limit_bytes, self._scratch.size_bytes // 4), first_bytes)
-            wanted_bytes = self._wanted_bytes(mover, limit_bytes)
+            wanted_bytes = self._wanted_bytes(path, limit_bytes)
             # Not the crumbs between two bursts: each burst costs its launches.
             scratch = self._scratch.take(wanted_bytes, max(first_bytes, wanted_bytes // 2))
             if scratch is None:
                 return None
             limit_bytes = scratch[1]
-        burst = _Burst(mover, [], scratch)
-        while self._pending and self._pending[0].mover is mover:
+        burst = _Burst(path, [], scratch)
+        while self._pending and self._pending[0].path is path:
             transfer = self._pending[0]
-            start, count, size_bytes = transfer.take(
-                limit_bytes - burst.size_bytes, mover.most_pages - burst.page_count
-            )
+            start, count, size_bytes = transfer.take(limit_bytes - burst.size_bytes, path.most_pages - burst.page_count)
             if count:
                 burst.size_bytes += size_bytes
                 burst.page_count += count
@@ -286,18 +284,18 @@ class Lane:
         self._in_flight_count += 1
         return burst
 
-    def _wanted_bytes(self, mover: Mover, limit_bytes: int) -> int:
-        """Bytes of what is pending for the mover, up to a limit."""
+    def _wanted_bytes(self, path: CopyPath, limit_bytes: int) -> int:
+        """Bytes of what is pending for the path, up to a limit."""
         total_bytes = 0
         for transfer in self._pending:
-            if transfer.mover is not mover or total_bytes >= limit_bytes:
+            if transfer.path is not path or total_bytes >= limit_bytes:
                 break
             total_bytes += transfer.left_bytes
         return min(total_bytes, limit_bytes)
 
-    # Settling
+    # Completing
 
-    def _settle_all(self) -> None:
+    def _complete_all(self) -> None:
         self._runtime.attach()
         while (burst := self._in_flight.get()) is not None:
             assert burst.issued is not None
@@ -333,7 +331,7 @@ class Lane:
             pending, self._pending = list(self._pending), deque()
             for transfer in pending:
                 transfer.error = error
-            _settle([transfer for transfer in pending if transfer.over])
+            _complete([transfer for transfer in pending if transfer.over])
         _log.error("%s", error)
         self._on_broken(error)
 
@@ -348,23 +346,23 @@ class Lane:
                     transfer.error = transfer.error or error
                     if transfer in self._pending:
                         self._pending.remove(transfer)
-            _settle([transfer for transfer, _, _ in burst.parts if transfer.over])
+            _complete([transfer for transfer, _, _ in burst.parts if transfer.over])
             self._changed.notify_all()
 
 
-def _settle(transfers: Iterable[Transfer]) -> None:
+def _complete(transfers: Iterable[Transfer]) -> None:
     """Resolve the futures of transfers that are over, from any thread; in one wake-up of each event loop."""
     loops: dict[asyncio.AbstractEventLoop, list[Transfer]] = {}
     for transfer in transfers:
-        loops.setdefault(transfer.settled.get_loop(), []).append(transfer)
+        loops.setdefault(transfer.outcome.get_loop(), []).append(transfer)
     for loop, own in loops.items():
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all who waited
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all that waited
             loop.call_soon_threadsafe(_resolve, own)
 
 
 def _resolve(transfers: list[Transfer]) -> None:
     for transfer in transfers:
         if transfer.error is not None:
-            transfer.settled.set_exception(transfer.error)
+            transfer.outcome.set_exception(transfer.error)
         else:
-            transfer.settled.set_result(not transfer.stopped)
+            transfer.outcome.set_result(not transfer.stopped)

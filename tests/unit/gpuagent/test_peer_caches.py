@@ -1,4 +1,4 @@
-"""Caches borrowed from other agents: each wish is answered for itself."""
+"""Caches leased from other agents: each request is answered for itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpool.testing import eventually
 from kvpool_gpuagent.core.pulls import SourceName
 from kvpool_gpuagent.core.requests import Rank
 from kvpool_gpuagent.engine import peers
-from kvpool_gpuagent.engine.peers import Borrowings
+from kvpool_gpuagent.engine.peers import PeerCacheTable
 
 RIGHT, WRONG = b"k" * 16, b"w" * 16
 
@@ -40,7 +40,7 @@ class Agents:
         self.may_answer = asyncio.Event()
         self.asked = 0
 
-    async def borrow(self, endpoint: str, session_id: bytes, keyspace: bytes, timeout_s: float) -> Any:
+    async def lease(self, endpoint: str, session_id: bytes, keyspace: bytes, timeout_s: float) -> Any:
         self.asked += 1
         await self.may_answer.wait()
         if keyspace != RIGHT:
@@ -69,9 +69,9 @@ def source(number: int) -> SourceName:
 
 async def test_who_asks_in_another_keyspace_spoils_it_for_nobody() -> None:
     agents = Agents()
-    borrowings = Borrowings(cast(Any, Device()), agents)
-    wrong = asyncio.ensure_future(borrowings.get(source(1), rank(WRONG)))
-    right = [asyncio.ensure_future(borrowings.get(source(1), rank(RIGHT))) for _ in range(2)]
+    table = PeerCacheTable(cast(Any, Device()), agents)
+    wrong = asyncio.ensure_future(table.get(source(1), rank(WRONG)))
+    right = [asyncio.ensure_future(table.get(source(1), rank(RIGHT))) for _ in range(2)]
     await eventually(lambda: agents.asked == 2)
     agents.may_answer.set()
     with pytest.raises(KeyspaceMismatch):
@@ -80,37 +80,37 @@ async def test_who_asks_in_another_keyspace_spoils_it_for_nobody() -> None:
     assert first is second
     assert first.keyspace == RIGHT
     assert agents.asked == 2
-    await borrowings.close()
+    await table.close()
 
 
 async def test_a_cache_that_was_just_borrowed_is_not_given_back_for_those_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peers, "MAX_BORROWED", 1)
+    monkeypatch.setattr(peers, "MAX_LEASED_CACHES", 1)
     agents = Agents()
     agents.may_answer.set()
-    borrowings = Borrowings(cast(Any, Device()), agents)
-    first = await borrowings.get(source(1), rank(RIGHT))
+    table = PeerCacheTable(cast(Any, Device()), agents)
+    first = await table.get(source(1), rank(RIGHT))
     with first.use(CancelToken()):
-        second = await borrowings.get(source(2), rank(RIGHT))
+        second = await table.get(source(2), rank(RIGHT))
         with second.use(CancelToken()):
             assert not second.loan.ended.is_set()
-    third = await borrowings.get(source(3), rank(RIGHT))
+    third = await table.get(source(3), rank(RIGHT))
     assert first.loan.ended.is_set()
     assert not third.loan.ended.is_set()
-    await borrowings.close()
+    await table.close()
 
 
 async def test_a_loan_that_has_just_ended_is_not_handed_out_again() -> None:
     """The lender may have ended it within this very turn of the loop, before whoever keeps it has heard."""
     agents = Agents()
     agents.may_answer.set()
-    borrowings = Borrowings(cast(Any, Device()), cast(Any, agents))
-    first = await borrowings.get(source(1), rank(RIGHT))
+    table = PeerCacheTable(cast(Any, Device()), cast(Any, agents))
+    first = await table.get(source(1), rank(RIGHT))
     first.loan.ended.set()
-    second = await borrowings.get(source(1), rank(RIGHT))
+    second = await table.get(source(1), rank(RIGHT))
     assert second is not first and agents.asked == 2
     with second.use(CancelToken()):
         pass
-    assert await borrowings.get(source(1), rank(RIGHT)) is second
-    await borrowings.close()
+    assert await table.get(source(1), rank(RIGHT)) is second
+    await table.close()

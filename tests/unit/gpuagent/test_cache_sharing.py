@@ -1,4 +1,4 @@
-"""Caches lent to other agents: a borrower that misbehaves does not keep a session from ending."""
+"""Caches shared with other agents: a borrower that misbehaves does not keep a session from ending."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def checks() -> AsyncIterator[gpuagent_pb2.LendCacheRequest]:
 
 @pytest.mark.parametrize("reads", [0, 1])
 async def test_a_borrower_that_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, reads: int) -> None:
-    monkeypatch.setattr(servicer, "LENT_BACK_S", 0.05)
+    monkeypatch.setattr(servicer, "RETURN_TIMEOUT_S", 0.05)
     written: list[gpuagent_pb2.LendCacheResponse] = []
     is_stuck = asyncio.Event()
 
@@ -44,7 +44,7 @@ async def test_a_borrower_that_reads_nothing_is_not_waited_for(monkeypatch: pyte
 
 
 async def test_the_end_is_said_to_who_does_not_read_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "LENT_BACK_S", 0.05)
+    monkeypatch.setattr(servicer, "RETURN_TIMEOUT_S", 0.05)
 
     async def silent() -> AsyncIterator[gpuagent_pb2.LendCacheRequest]:
         await asyncio.Event().wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool_gpuagent.adapters.gpu.copy_paths import MOST_KERNEL_STREAMS, LaneStreams
+from kvpool_gpuagent.adapters.gpu.copy_paths import MOST_KERNEL_STREAMS, QueueStreams
 from kvpool_gpuagent.adapters.gpu.runtime import Stream
 from tests.fixtures.host_gpu import HostRuntime, HostStream
 
@@ -34,7 +34,7 @@ class WatchedStream(HostStream):
 
 def test_each_burst_in_flight_launches_on_a_stream_of_its_own() -> None:
     runtime = StreamsRuntime()
-    streams = LaneStreams(runtime)
+    streams = QueueStreams(runtime)
     assert len(runtime.made) == 1  # of copies; kernels may never be needed
     taken = []
     for _ in range(MOST_KERNEL_STREAMS):
@@ -46,7 +46,7 @@ def test_each_burst_in_flight_launches_on_a_stream_of_its_own() -> None:
 @pytest.mark.timeout(60)
 def test_bursts_share_a_stream_rather_than_wait_for_one_that_never_comes_back() -> None:
     """A burst that fails gives nothing back."""
-    streams = LaneStreams(StreamsRuntime(), most_streams=1)
+    streams = QueueStreams(StreamsRuntime(), most_streams=1)
     failed, other = streams.take(), streams.take()
     assert failed is other
     streams.give(other)
@@ -54,21 +54,21 @@ def test_bursts_share_a_stream_rather_than_wait_for_one_that_never_comes_back() 
 
 
 def test_failed_bursts_do_not_eat_up_the_gpu() -> None:
-    streams = LaneStreams(StreamsRuntime(), most_streams=2)
+    streams = QueueStreams(StreamsRuntime(), most_streams=2)
     assert len({streams.take() for _ in range(10)}) == 2
 
 
 def test_a_stream_that_came_back_is_taken_before_a_new_one_is_made() -> None:
-    streams = LaneStreams(StreamsRuntime())
+    streams = QueueStreams(StreamsRuntime())
     first, second = streams.take(), streams.take()
     streams.give(first)
     assert streams.take() is first
     assert first is not second
 
 
-def test_a_lane_waits_for_all_of_its_streams() -> None:
+def test_a_queue_waits_for_all_of_its_streams() -> None:
     runtime = StreamsRuntime()
-    streams = LaneStreams(runtime)
+    streams = QueueStreams(runtime)
     streams.give(streams.take())
     streams.take()
     streams.take()

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvpool.core.cancel import CancelToken
-from kvpool_gpuagent.adapters.gpu.cache import Direction
-from kvpool_gpuagent.adapters.gpu.copy_paths import Mover
-from kvpool_gpuagent.adapters.gpu.transfer_queue import Lane
+from kvpool_gpuagent.adapters.gpu.cache import PathSelector
+from kvpool_gpuagent.adapters.gpu.copy_paths import CopyPath
+from kvpool_gpuagent.adapters.gpu.transfer_queue import TransferQueue
 from kvpool_gpuagent.core.pages import CopyBatch
 
-RUNS, KERNELS = cast(Mover, object()), cast(Mover, object())
+RUNS, KERNELS = cast(CopyPath, object()), cast(CopyPath, object())
 LONG, SHORT = 1, 0
 
 
@@ -34,11 +34,11 @@ def batch(*shards: int) -> CopyBatch:
     ],
 )
 def test_a_batch_takes_the_copy_engine_alone_if_all_its_runs_are_long_or_nothing_else_is_there(
-    shards: list[int], runs: Mover | None, kernels: Mover | None, taken: Mover
+    shards: list[int], runs: CopyPath | None, kernels: CopyPath | None, taken: CopyPath
 ) -> None:
     by_runs = np.array([False, runs is not None])
-    assert Direction(cast(Lane, None), runs, kernels, by_runs).mover(batch(*shards)) is taken
+    assert PathSelector(cast(TransferQueue, None), runs, kernels, by_runs).path(batch(*shards)) is taken
 
 
-async def test_a_batch_of_no_page_is_moved_without_a_lane() -> None:
-    assert await Direction(cast(Lane, None), RUNS, None, np.array([True])).move(batch(), CancelToken())
+async def test_a_batch_of_no_page_is_moved_without_a_queue() -> None:
+    assert await PathSelector(cast(TransferQueue, None), RUNS, None, np.array([True])).move(batch(), CancelToken())

@@ -12,9 +12,9 @@ import pytest
 from kvpool.core.cancel import CancelToken
 from kvpool.core.spans import Int64s
 from kvpool.testing import eventually
-from kvpool_gpuagent.adapters.gpu.copy_paths import Issued, LaneStreams
+from kvpool_gpuagent.adapters.gpu.copy_paths import Issued, QueueStreams
 from kvpool_gpuagent.adapters.gpu.scratch import Scratch
-from kvpool_gpuagent.adapters.gpu.transfer_queue import MOST_PASSED, Lane, Transfer
+from kvpool_gpuagent.adapters.gpu.transfer_queue import MOST_PASSED, Transfer, TransferQueue
 from kvpool_gpuagent.core.pages import FIRST_WINDOW_ORDER, CopyBatch
 from tests.fixtures.host_gpu import HostRuntime
 
@@ -28,7 +28,7 @@ class Done:
         return None
 
 
-class RecordingMover:
+class RecordingPath:
     """Notes the addresses of the pages that it is given; a burst has one page."""
 
     needs_scratch = False
@@ -48,30 +48,30 @@ class RecordingMover:
 
 
 class Link:
-    """A lane that stands still until what waits for it was submitted."""
+    """A queue that stands still until what waits for it was submitted."""
 
     def __init__(self) -> None:
-        self.mover = RecordingMover()
+        self.path = RecordingPath()
         runtime = HostRuntime()
-        streams, scratch = LaneStreams(runtime), Scratch(runtime, 1 << 20)
-        self.lane = Lane(runtime, streams, scratch, "load", on_broken=lambda error: None)
+        streams, scratch = QueueStreams(runtime), Scratch(runtime, 1 << 20)
+        self.queue = TransferQueue(runtime, streams, scratch, "load", on_broken=lambda error: None)
         self._moving: list[asyncio.Future[bool]] = []
 
     async def hold(self) -> None:
         self.submit(BLOCKER, FIRST_WINDOW_ORDER)
-        await eventually(lambda: self.mover.issued == [BLOCKER])
+        await eventually(lambda: self.path.issued == [BLOCKER])
 
     def submit(self, name: int, order: int) -> None:
         names = np.array([name], dtype=np.int64)
         batch = CopyBatch(names, np.zeros(1, np.uint8), names[:, np.newaxis], np.zeros(1, np.int64), order)
         moving = asyncio.get_running_loop().create_future()
-        self.lane.submit(Transfer(self.mover, batch, CancelToken(), moving))
+        self.queue.submit(Transfer(self.path, batch, CancelToken(), moving))
         self._moving.append(moving)
 
     async def order(self) -> list[int]:
-        self.mover.held.set()
+        self.path.held.set()
         await asyncio.gather(*self._moving)
-        return self.mover.issued[1:]
+        return self.path.issued[1:]
 
 
 @pytest.fixture
@@ -79,8 +79,8 @@ async def link() -> AsyncIterator[Link]:
     link = Link()
     await link.hold()
     yield link
-    link.mover.held.set()
-    await asyncio.to_thread(link.lane.close)
+    link.path.held.set()
+    await asyncio.to_thread(link.queue.close)
 
 
 async def test_first_windows_go_before_later_ones_and_of_those_the_oldest_loads_go_first(link: Link) -> None:
