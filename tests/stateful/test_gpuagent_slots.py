@@ -35,7 +35,7 @@ class Storm:
                 if not step.startswith("reserve "):
                     raise RuntimeError("a bug")
             case "stop":
-                self._bench.stop.set()
+                self._bench.stop.cancel()
             case "corrupt":
                 self._spoil(1)
             case "evict":
@@ -69,19 +69,19 @@ async def run(bench: Bench, loads: Sequence[range], stores: Sequence[range]) -> 
     window_pages=st.integers(3, 20),
     loads=st.lists(st.tuples(st.integers(0, CHUNKS - 1), st.integers(1, CHUNKS)), max_size=3),
     stores=st.lists(st.tuples(st.integers(10, 10 + CHUNKS), st.integers(1, CHUNKS)), max_size=3),
-    kept_chunks=st.integers(0, CHUNKS + 1),
+    valid_chunks=st.integers(0, CHUNKS + 1),
 )
 def test_no_slot_leaks(
     faults: dict[int, str],
     window_pages: int,
     loads: list[tuple[int, int]],
     stores: list[tuple[int, int]],
-    kept_chunks: int,
+    valid_chunks: int,
 ) -> None:
     bench = Bench(window_pages=window_pages)
     bench.offer(range(2 * CHUNKS - 1))
     bench.compute(range(10, 10 + 2 * CHUNKS))
-    bench.kept = lambda chunk_count: chunk_count <= kept_chunks or kept_chunks > CHUNKS
+    bench.still_valid = lambda chunk_count: chunk_count <= valid_chunks or valid_chunks > CHUNKS
     bench.faults.before = Storm(bench, faults).before
     # Loads write distinct blocks, as the agent demands of one request and engines keep across requests.
     lanes = [range(first, first + count) for first, count in loads[:1]]
