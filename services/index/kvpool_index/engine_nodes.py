@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvpool.core.clock import Clock
@@ -23,6 +23,14 @@ _UNKNOWN_NODE_REFRESH_S: Final = 0.25
 _GONE_ORDINALS_MAX: Final = 65536
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    node_id: bytes
+    incarnation: int
+    registered: NodeRecord | None = None  # None: the lease has ended
+    asked_at_s: float = 0.0
+
+
 class NodeService:
     """Registers nodes and knows who is alive."""
 
@@ -35,8 +43,8 @@ class NodeService:
         self._refreshed_at_s = float("-inf")
         self._refreshing: asyncio.Future[None] | None = None
         self._gone_ordinals: set[int] = set()
-        # Registrations and ends served here, since a snapshot was asked for: the record and when it was, or the node.
-        self._changes: list[tuple[NodeRecord, float] | bytes] = []
+        # Registrations and ends that this replica served since it last asked for a snapshot.
+        self._changes: list[_Change] = []
 
     async def register(self, info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt) -> NodeLease:
         """Grant a lease. Raises InvalidRequest, StaleIncarnation."""
@@ -68,7 +76,7 @@ class NodeService:
             ended=False,
             lease_remaining_ms=ttl_ms,
         )
-        self._changes.append((record, asked_at_s))
+        self._changes.append(_Change(info.node_id, grant.incarnation, record, asked_at_s))
         self.table.put(record, asked_at_s)
         self._metrics.node_events.labels("registered").inc()
 
@@ -90,7 +98,7 @@ class NodeService:
         await self._directory.end(node_id, incarnation, process_id)
         record = self.table.live_record(node_id, self._clock.monotonic_s())
         if record is not None and record.info.incarnation == incarnation:
-            self._changes.append(node_id)
+            self._changes.append(_Change(node_id, incarnation))
             self.table.forget(node_id)
             self._metrics.node_events.labels("ended").inc()
 
@@ -173,18 +181,19 @@ class NodeService:
             await asyncio.sleep(0)  # matches have their turn
         # An answer that is older than a registration served here would hide the new node until the next read.
         for change in self._changes:
-            self._make_again(change)
+            self._apply_again(change)
         self._refreshed_at_s = asked_at_s
         self._count_nodes()
 
-    def _make_again(self, change: tuple[NodeRecord, float] | bytes) -> None:
-        if isinstance(change, bytes):
-            self.table.forget(change)
+    def _apply_again(self, change: _Change) -> None:
+        """Apply a change to the table, unless the snapshot has a newer incarnation, registered at another replica."""
+        known = self.table.record(change.node_id)
+        if known is not None and known.info.incarnation > change.incarnation:
             return
-        record, asked_at_s = change
-        known = self.table.record(record.info.node_id)
-        if known is None or known.info.incarnation <= record.info.incarnation:  # else it registered again elsewhere
-            self.table.put(record, asked_at_s)
+        if change.registered is not None:
+            self.table.put(change.registered, change.asked_at_s)
+        else:
+            self.table.forget(change.node_id)
 
     def _refresh_ended(self, read: "asyncio.Future[None]") -> None:
         if self._refreshing is read:
