@@ -24,20 +24,19 @@ from dataclasses import dataclass
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS
 from kvpool.core.location_digest import FIELD_BYTES
-from kvpool_index.adapters.redis_lanes import RedisLane
+from kvpool_index.adapters.redis_connections import RedisLane
 from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.adapters.redis_store import open_deployment
 from kvpool_index.adapters.redis_wire import checked, pack
-from kvpool_index.core.entries import Entry, Operation, encode_entry
+from kvpool_index.core.entries import HASH_BYTES, ChunkOperation, Entry, Operation, encode_entry
 from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
-from kvpool_index.core.groups import HASH_BYTES, ChunkOperation
 from kvpool_index.ports import IndexStore, StreamFence
 
 GRID = sum(1 << 15 * group for group in range(4))  # all_shards of tests/fixtures/index_node.spec
 
 _META = struct.Struct("<QII")  # of apply_change.lua: version, then one pair of ordinal and stream number
 _COMMANDS_AT_ONCE = 512
-_CHUNKS_PER_ENTRY = 64  # of the event log, as in engine_announce.py
+_CHUNKS_PER_ENTRY = 64  # of the event log, as in core/events.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

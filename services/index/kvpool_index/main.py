@@ -15,11 +15,10 @@ from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, secret_from_file_conte
 from kvpool.v1 import index_pb2
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.engine import IndexEngine
+from kvpool_index.engine.index import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
-from kvpool_index.servicer import IndexServicer
-from kvpool_index.servicer_hot import add_index_servicer
+from kvpool_index.servicer import IndexServicer, add_index_servicer
 from kvpool_server.config import describe, load_config
 from kvpool_server.interceptors import (
     CallLimits,

@@ -12,8 +12,8 @@ from kvpool.core.cluster import UNNUMBERED, ChainQuery, NodeInfo, RegistrationAt
 from kvpool.core.errors import KvPoolError
 from kvpool.core.location_digest import PartSpan, SplitGroup
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
+from kvpool_index.core.entries import ChunkOperation, GroupRead, NamedChunk, NodeEntry
 from kvpool_index.core.events import ChunkState, LogEntry
-from kvpool_index.core.groups import ChunkOperation, GroupRead, NamedChunk, NodeEntry
 from kvpool_index.core.nodes import NodeRecord, Renewal
 from kvpool_index.core.redis_stats import RedisStats
 

@@ -10,7 +10,7 @@ from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.nodes import NodeRecord
-from kvpool_index.engine_nodes import NodeService
+from kvpool_index.engine.nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 
 

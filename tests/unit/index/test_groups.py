@@ -7,7 +7,7 @@ import pytest
 from kvpool.core.cluster import ChainQuery, LocationChange
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.outcome import Tier
-from kvpool_index.core.groups import group_reads, operations_of
+from kvpool_index.core.entries import group_reads, operations_of
 
 KEYSPACE = bytes(16)
 

@@ -10,7 +10,7 @@ from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_cluster import chain_match_from_proto, chain_match_to_proto
 from kvpool.wire.convert_matches import answers_from_proto
-from kvpool_index.servicer_hot import MatchMessages
+from kvpool_index.servicer_match import MatchMessages
 
 NODES = [
     NodeInfo(node_id=bytes([number]) * 16, kind=NodeKind.PAGESTORE, endpoint=f"h:{number}", incarnation=number)

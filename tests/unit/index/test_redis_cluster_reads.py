@@ -8,11 +8,10 @@ import pytest
 
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import StoreUnavailable
-from kvpool_index.adapters.redis_cluster import ClusterLane
+from kvpool_index.adapters.redis_cluster import SLOT_COUNT, ClusterLane, SlotMap
 from kvpool_index.adapters.redis_link import LinkOptions, RedisLink
 from kvpool_index.adapters.redis_locations import RedisLocationStore
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
-from kvpool_index.adapters.redis_slots import SLOT_COUNT, SlotMap
 from kvpool_index.adapters.redis_url import Login, Server
 from kvpool_index.adapters.redis_wire import Reply, pack
 from kvpool_index.core.redis_stats import RedisStats

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.wire.tls_files import TlsFiles
-from kvpool_index.adapters.redis_tls import RedisTls, TlsOptions, explain_tls
+from kvpool_index.adapters.redis_url import RedisTls, TlsOptions, explain_tls
 from tests.fixtures.certificates import Authority, put
 
 

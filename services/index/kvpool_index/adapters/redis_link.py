@@ -1,4 +1,11 @@
-"""One connection to one master, made when it is needed and made again after a failure."""
+"""One connection to one master: made on first use, made again after a failure, and checked for the layout of the keys.
+
+A mark beside the keys of a prefix says which layout they have, so that no release takes those of another for its own.
+The mark is read on every connection, because a failover may lead to the Redis of another release, and set again about
+once a second, because FLUSHALL removes it. It lies in the slot of the node records: what loses them loses it too.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import random
@@ -6,13 +13,61 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from kvpool.core.errors import Overloaded, StoreUnavailable
-from kvpool_index.adapters.redis_layout import RedisLayout
+from kvpool.core.errors import Overloaded, StartupFailed, StoreUnavailable
 from kvpool_index.adapters.redis_lua import Script
-from kvpool_index.adapters.redis_tls import HINT_PLAIN, HINT_TLS, explain_tls
-from kvpool_index.adapters.redis_url import Login, Server
+from kvpool_index.adapters.redis_url import HINT_PLAIN, HINT_TLS, Login, Server, explain_tls
 from kvpool_index.adapters.redis_wire import Connection, Reply, checked, is_error, lacks_script, pack
 from kvpool_index.core.redis_stats import RedisStats
+
+LAYOUT: Final = 3
+"""Counted up when keys of the same names come to mean something else to whoever reads or changes them."""
+
+_SHOWN_CHARS: Final = 32
+
+
+class RedisLayout:
+    """What the mark of a deployment was seen to be. Keys without a mark have the layout of whoever marks them."""
+
+    def __init__(self, key_prefix: str, layout: int = LAYOUT) -> None:
+        self._prefix = key_prefix
+        self._layout = b"%d" % layout
+        self.key = key_prefix.encode() + b":{n}:layout"
+        self._refusal = ""
+
+    def question(self) -> bytes:
+        """A command whose reply `take` understands."""
+        return pack(b"GET", self.key)
+
+    def claim(self) -> list[bytes]:
+        """Commands that set the mark if there is none; of two at once one is first. `take` the last reply."""
+        return [pack(b"SET", self.key, self._layout, b"NX"), self.question()]
+
+    def take(self, reply: Reply) -> None:
+        """Note what the mark is; raises ConnectionError for that of another layout.
+
+        An error is no mark: another member of the Cluster has it, or the server is loading.
+        """
+        if reply is None or is_error(reply):
+            return
+        self._refusal = self._refuse(reply) if reply != self._layout else ""
+        if self._refusal:
+            raise ConnectionError(self._refusal)
+
+    def check(self) -> None:
+        """Raise StartupFailed if the mark that was seen last is of another layout."""
+        if self._refusal:
+            raise StartupFailed(self._refusal)
+
+    def _refuse(self, found: bytes) -> str:
+        shown = ascii(found[:_SHOWN_CHARS].decode("latin-1"))
+        ours = self._layout.decode()
+        return (
+            f"the keys {self._prefix}:* in Redis have layout {shown}, and this release has layout '{ours}': run "
+            "the release that wrote them, or give this one a redis_key_prefix of its own, or stop all index replicas "
+            "of the other and delete its keys (docs/upgrades.md, 'Deleting the keys of a prefix'); nodes tell the "
+            "index again what they hold"
+        )
+
 
 ResultT = TypeVar("ResultT")
 
@@ -175,7 +230,7 @@ class RedisLink:
         finally:
             self._joined -= 1
 
-    def _begin_connecting(self) -> "asyncio.Task[Connection]":
+    def _begin_connecting(self) -> asyncio.Task[Connection]:
         if self._connection is not None:
             self._options.stats.reconnects += 1
             self._connection = None
@@ -183,7 +238,7 @@ class RedisLink:
         self._connecting.add_done_callback(self._connect_ended)
         return self._connecting
 
-    def _connect_ended(self, attempt: "asyncio.Task[Connection]") -> None:
+    def _connect_ended(self, attempt: asyncio.Task[Connection]) -> None:
         self._connecting = None
         if attempt.cancelled():
             return
@@ -211,7 +266,7 @@ class RedisLink:
             return connection
 
 
-async def shared(work: "asyncio.Task[ResultT]") -> ResultT:
+async def shared(work: asyncio.Task[ResultT]) -> ResultT:
     """The result of what several wait for; whoever leaves does not end it. ConnectionError if it was given up."""
     try:
         return await asyncio.shield(work)

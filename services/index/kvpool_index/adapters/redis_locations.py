@@ -29,7 +29,7 @@ from kvpool.core.location_digest import (
     part_of,
     range_of,
 )
-from kvpool_index.adapters.redis_lanes import RedisLane
+from kvpool_index.adapters.redis_connections import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
 from kvpool_index.adapters.redis_reads import (
@@ -43,20 +43,23 @@ from kvpool_index.adapters.redis_reads import (
     split_groups_key,
 )
 from kvpool_index.adapters.redis_wire import Reply, checked, pack, pack_script
-from kvpool_index.core.entries import EVERY_SHARD, Operation, held_by, ordinals_in
-from kvpool_index.core.events import ChunkState
-from kvpool_index.core.groups import (
+from kvpool_index.core.entries import (
     HASH_BYTES,
     SPLIT_CHUNKS,
     ChunkOperation,
     GroupRead,
     NamedChunk,
     NodeEntry,
+    Operation,
     group_read,
     group_reads,
+    held_by,
+    ordinals_in,
     part_reads,
+    removal_of,
     whole_groups,
 )
+from kvpool_index.core.events import ChunkState
 from kvpool_index.ports import StreamFence
 
 _log = logging.getLogger(__name__)
@@ -236,7 +239,7 @@ class RedisLocationStore:
         async for keys in self._scan(pattern):
             async for found in self._contents(keys, with_parts=True):
                 removals = [
-                    _removal(entry, each)
+                    removal_of(entry, each)
                     for entry, value in found
                     for each in ordinals_in(value)
                     if ordinal is None or each == ordinal
@@ -434,13 +437,6 @@ def _entries_of(key: bytes, *, is_part: bool) -> Callable[[bytes], NodeEntry]:
     """What makes the entry of a chunk out of its field in a group or in a part of one."""
     place = key[-1 - 2 * HASH_BYTES : -1] if is_part else key[-2 * HASH_BYTES :]
     return partial(NodeEntry, place[:HASH_BYTES], place[HASH_BYTES:])
-
-
-def _removal(entry: NodeEntry, ordinal: int) -> ChunkOperation:
-    operation = Operation(ordinal=ordinal, full_shards=0, removed=EVERY_SHARD)
-    return ChunkOperation(
-        keyspace=entry.keyspace, group_head=entry.group_head, chunk_hash=entry.field, operation=operation
-    )
 
 
 def _state(each: ChunkOperation, answer: Any) -> ChunkState:

@@ -1,24 +1,22 @@
-"""Nodes and keyspaces in Redis."""
+"""Nodes in Redis: registrations, leases and the fences of announce streams."""
 
 import asyncio
 import logging
 import secrets
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvpool.core.cluster import UNNUMBERED, NodeInfo, RegistrationAttempt
 from kvpool.core.errors import (
     InvalidRequest,
-    KeyspaceMismatch,
     KvPoolError,
     LeaseLost,
     StaleIncarnation,
     StoreUnavailable,
 )
-from kvpool_index.adapters.redis_lanes import RedisLane
-from kvpool_index.adapters.redis_lua import Script, load_script
+from kvpool_index.adapters.redis_connections import RedisLane
+from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_wire import Reply, checked, pack, pack_script
 from kvpool_index.core.nodes import (
     INCARNATION_AHEAD,
@@ -33,7 +31,7 @@ from kvpool_index.core.nodes import (
     unpack_load,
 )
 from kvpool_index.core.redis_stats import RedisStats
-from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, BoundKeyspace, NodeGrant, StreamFence
+from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, NodeGrant, StreamFence
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +40,6 @@ _RENEW: Final = load_script("renew_lease")
 _OPEN: Final = load_script("open_stream")
 _END: Final = load_script("end_lease")
 _DECLARE: Final = load_script("declare_dead")
-_BIND: Final = load_script("bind_keyspace")
-_KEEP: Final = load_script("keep_keyspaces")
-_FORGET: Final = load_script("forget_keyspaces")
-_KEYSPACES_AT_ONCE: Final = 256  # in one script, for which all other commands wait
 
 _RECORD: Final = struct.Struct("<QIQIQBB")  # see register_node.lua
 _REGISTRATION_BYTES: Final = 20  # of a record: incarnation, ordinal, epoch; a registration changes them
@@ -220,112 +214,6 @@ class RedisNodeDirectory:
         _, number = _leased(packed, fence.incarnation, _microseconds(time))
         if number != fence.number:
             raise LeaseLost("a later announce stream of this node has taken over")
-
-
-class RedisKeyspaceRegistry:
-    """KeyspaceRegistry over one hash of names and one set of times of use a tenant, and one hash by id, in one slot."""
-
-    def __init__(self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes) -> None:
-        self._lane = lane
-        self._stats = stats
-        self._slot = key_prefix + b":{k}:"
-        self._ids = self._slot + b"ids"
-
-    async def bind(self, keyspace: BoundKeyspace) -> tuple[BoundKeyspace, bool]:
-        name, meaning = keyspace.name.encode(), keyspace.keyspace_id + keyspace.encoding
-        by_id = b"\0".join((keyspace.tenant.encode(), name, keyspace.encoding))
-        keys = [self._names(keyspace.tenant), self._ids, self._used(keyspace.tenant)]
-        created, bound = await self._lane.run(_BIND, keys, name, meaning, by_id)
-        found = self._understood(keyspace.keyspace_id, lambda: _bound(keyspace.tenant, name, bound))
-        if found is None:
-            raise KeyspaceMismatch(
-                f"keyspace {keyspace.name!r} is bound to bytes that no index wrote; remove it from the store", field=""
-            )
-        return found, bool(created)
-
-    async def restore(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, limit: int) -> int:
-        entries = [
-            (each.keyspace_id, b"\0".join((tenant.encode(), each.name.encode(), each.encoding))) for each in keyspaces
-        ]
-        replies = await self._run_parts(_KEEP, [self._ids, self._used(tenant)], limit, entries)
-        return sum(map(int, replies))
-
-    async def touch(self, tenant: str, keyspace_ids: Sequence[bytes]) -> None:
-        await self._run_parts(_KEEP, [self._ids, self._used(tenant)], 0, [(each, b"") for each in keyspace_ids])
-
-    async def idle(self, tenant: str, idle_s: float) -> list[bytes]:
-        key = self._used(tenant)
-        seconds, _ = await self._lane.call(key, b"TIME")
-        latest_ms = (int(seconds) - idle_s) * 1e3
-        found: list[bytes] = await self._lane.call(key, b"ZRANGEBYSCORE", key, b"-inf", b"%d" % latest_ms)
-        return found
-
-    async def forget(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, idle_s: float) -> list[bytes]:
-        keys = [self._names(tenant), self._ids, self._used(tenant)]
-        named = sorted((each.keyspace_id, each.name.encode()) for each in keyspaces)
-        return [each for reply in await self._run_parts(_FORGET, keys, int(idle_s * 1e3), named) for each in reply]
-
-    async def _run_parts(
-        self, script: Script, keys: list[bytes], number: int, pairs: Sequence[tuple[bytes, bytes]]
-    ) -> list[Reply]:
-        """Run a script over pairs of arguments, some at a time, so that others have their turn."""
-        return [
-            await self._lane.run(
-                script, keys, b"%d" % number, *(word for pair in pairs[at : at + _KEYSPACES_AT_ONCE] for word in pair)
-            )
-            for at in range(0, len(pairs), _KEYSPACES_AT_ONCE)
-        ]
-
-    async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
-        (bound,) = await self.by_ids([keyspace_id])
-        return bound
-
-    async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
-        if not keyspace_ids:
-            return []
-        entries = await self._lane.call(self._ids, b"HMGET", self._ids, *keyspace_ids)
-        return [
-            None if entry is None else self._understood(at, partial(_by_id, at, entry))
-            for at, entry in zip(keyspace_ids, entries, strict=True)
-        ]
-
-    async def count(self, tenant: str) -> int:
-        names, used = self._names(tenant), self._used(tenant)
-        commands = [pack(b"HLEN", names), pack(b"ZCARD", used)]
-        return max(map(int, map(checked, await self._lane.exchange(commands, [names, used]))))
-
-    async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
-        names = self._names(tenant)
-        flat = await self._lane.call(names, b"HGETALL", names)
-        pairs = sorted(zip(flat[::2], flat[1::2], strict=True))
-        found = (self._understood(meaning[:16], partial(_bound, tenant, name, meaning)) for name, meaning in pairs)
-        return [bound for bound in found if bound is not None]
-
-    def _understood(self, keyspace: bytes, read: Callable[[], BoundKeyspace]) -> BoundKeyspace | None:
-        try:
-            return read()
-        except ValueError as error:
-            self._stats.malformed["keyspace"] += 1
-            _log.debug("the record of keyspace %s is passed over: %s", keyspace.hex(), error)
-            return None
-
-    def _used(self, tenant: str) -> bytes:
-        return self._slot + b"used:" + tenant.encode()
-
-    def _names(self, tenant: str) -> bytes:
-        return self._slot + b"names:" + tenant.encode()
-
-
-def _by_id(keyspace_id: bytes, entry: bytes) -> BoundKeyspace:
-    tenant, name, encoding = entry.split(b"\0", 2)
-    return _bound(tenant.decode(), name, keyspace_id + encoding)
-
-
-def _bound(tenant: str, name: bytes, meaning: bytes) -> BoundKeyspace:
-    """Raises ValueError for what no index wrote."""
-    if len(meaning) <= 16:
-        raise ValueError(f"{len(meaning)} bytes are no id and encoding")
-    return BoundKeyspace(tenant=tenant, name=name.decode(), keyspace_id=meaning[:16], encoding=meaning[16:])
 
 
 def _leased(packed: bytes | None, wanted: int, now_us: int) -> tuple[int, int]:

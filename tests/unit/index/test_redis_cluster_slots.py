@@ -3,7 +3,7 @@
 import pytest
 from redis.crc import key_slot
 
-from kvpool_index.adapters.redis_slots import slot_of
+from kvpool_index.adapters.redis_cluster import slot_of
 
 
 @pytest.mark.parametrize(

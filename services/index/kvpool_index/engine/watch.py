@@ -13,11 +13,10 @@ from kvpool.core.clock import Clock
 from kvpool.core.cluster import HeartbeatEvent, IndexEvent, ResyncEvent
 from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.events import Position, WatchBuffer
-from kvpool_index.core.watching import Checked, EntryNews, Interest
-from kvpool_index.engine_keyspaces import KeyspaceService
-from kvpool_index.engine_log import LogReader
-from kvpool_index.engine_nodes import NodeService
+from kvpool_index.core.events import Checked, EntryNews, Interest, Position, WatchBuffer
+from kvpool_index.engine.keyspaces import KeyspaceService
+from kvpool_index.engine.log_reader import LogReader
+from kvpool_index.engine.nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import EventLog
 

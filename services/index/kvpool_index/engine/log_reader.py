@@ -10,11 +10,20 @@ from kvpool.core.cluster import ChunkEvent, NodeEvent
 from kvpool.core.coverage import Coverage
 from kvpool.core.errors import InvalidRequest, Overloaded, StoreUnavailable
 from kvpool_index.core.entries import ordinals_in
-from kvpool_index.core.events import ChunkState, LogEntry, Position, entry_order, unpack_chunks, unpack_node
+from kvpool_index.core.events import (
+    ChunkState,
+    EntryNews,
+    LogEntry,
+    OwnedEvent,
+    Position,
+    entry_order,
+    news_of,
+    unpack_chunks,
+    unpack_node,
+)
 from kvpool_index.core.match import locations_of
-from kvpool_index.core.watching import EntryNews, OwnedEvent, news_of
-from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace
-from kvpool_index.engine_nodes import NodeService
+from kvpool_index.engine.keyspaces import KeyspaceService, KnownKeyspace
+from kvpool_index.engine.nodes import NodeService
 from kvpool_index.ports import EventLog
 
 _log = logging.getLogger(__name__)

@@ -29,16 +29,13 @@ from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.nodes import Renewal
-from kvpool_index.engine_announce import AnnounceService, AnnounceStream
-from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
-from kvpool_index.engine_leases import LeaseService, Refusals
-from kvpool_index.engine_log import LogReader
-from kvpool_index.engine_match import MatchService, RouteService
-from kvpool_index.engine_nodes import NodeService
-from kvpool_index.engine_policies import PolicyService
-from kvpool_index.engine_reconcile import ReconcileService
-from kvpool_index.engine_sweep import SweepService
-from kvpool_index.engine_watch import WatchService
+from kvpool_index.engine.announce import AnnounceService, AnnounceStream, ReconcileService
+from kvpool_index.engine.dead_locations import DeadLocations
+from kvpool_index.engine.keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, PolicyService, SecretOf
+from kvpool_index.engine.log_reader import LogReader
+from kvpool_index.engine.match import MatchService, RouteService
+from kvpool_index.engine.nodes import LeaseService, NodeService, Refusals
+from kvpool_index.engine.watch import WatchService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
 
@@ -108,10 +105,10 @@ class IndexEngine:
         self._policies = PolicyService(store.keyspaces, store.policies, store.nodes)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
         self._leases = LeaseService(self._nodes, self._policies, config)
-        self._matches = MatchService(store, self._nodes, self._keyspaces, config, metrics, tracer)
-        self._sweeps = SweepService(
+        self._dead = DeadLocations(
             store.locations, self._nodes, self._keyspaces, metrics, interval_s=config.sweep_interval_s
         )
+        self._matches = MatchService(store, self._nodes, self._keyspaces, config, self._dead, metrics, tracer)
         self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
         self._announcements = AnnounceService(store.locations, store.events, self._nodes, self._keyspaces, metrics)
         self._reconciliation = ReconcileService(store.locations, self._announcements, store.nodes, metrics)
@@ -127,13 +124,13 @@ class IndexEngine:
         return [
             ("look-after-store", self._store.run()),
             ("refresh-nodes", self._nodes.run()),
-            ("remove-dead", self._matches.run()),
-            ("sweep", self._sweeps.run()),
+            ("remove-dead", self._dead.run_removals()),
+            ("sweep", self._dead.run_sweeps()),
         ]
 
     async def sweep(self) -> int:
-        """Remove now what nodes that are gone for good left behind; the number of entries. See SweepService."""
-        return await self._sweeps.sweep()
+        """Remove now what nodes that are gone for good left behind; the number of entries. See DeadLocations."""
+        return await self._dead.sweep()
 
     def drain(self) -> None:
         """End all open streams; their callers go on with another replica."""
