@@ -1,7 +1,11 @@
-"""The grpc.aio server of a service's control calls, with health checking and server reflection."""
+"""The gRPC servers of a service: control calls on the event loop, bulk byte streams on threads.
+
+The control server has health checking and server reflection. The bulk server has a port of its own.
+"""
 
 import os
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,8 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.core.errors import StartupFailed
-from kvpool_server.interceptors.errors import AioErrors
-from kvpool_server.interceptors.messages import AioMessages
+from kvpool_server.interceptors.errors import AioErrors, AioMessages
 from kvpool_server.listen import TcpAddress, check_tcp, claim_unix_path, restricted_umask
 from kvpool_server.tls import ServiceTls
 
@@ -150,3 +153,36 @@ def bind_port(server: grpc.Server | grpc.aio.Server, address: TcpAddress, tls: S
     if port == 0:  # how older grpcio reports a failure
         raise StartupFailed(f"cannot listen on {address}: it was just taken; configure another port")
     return port
+
+
+class BulkServer:
+    """A grpc.Server whose every call runs on one of `threads` threads from its start to its end.
+
+    More calls than threads are refused with RESOURCE_EXHAUSTED at once, and not queued: a caller that waits unseen
+    would run into its deadline. Add servicers to `grpc`, `listen_tcp`, `start`, `stop`.
+    """
+
+    def __init__(
+        self, *, threads: int, interceptors: Sequence[grpc.ServerInterceptor], limits: GrpcLimits | None = None
+    ) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="bulk")
+        self.grpc = grpc.server(
+            self._pool,
+            interceptors=list(interceptors),
+            options=(limits if limits is not None else GrpcLimits()).options(),
+            maximum_concurrent_rpcs=threads,
+        )
+
+    def listen_tcp(self, address: TcpAddress, tls: ServiceTls | None = None) -> int:
+        """Bind `address` and return its port; plain without `tls`. Call before `start`. Raises StartupFailed."""
+        check_tcp(address)
+        return bind_port(self.grpc, address, tls)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self.grpc.start()
+
+    def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones end within the grace, then cancel them. Blocks: call it on a thread."""
+        self.grpc.stop(grace_s).wait()
+        self._pool.shutdown(wait=True)

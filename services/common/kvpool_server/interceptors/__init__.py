@@ -1,4 +1,4 @@
-"""Server interceptors, each in one small file, for grpc.aio and for the thread-pool server.
+"""Server interceptors, for grpc.aio and for the thread-pool server.
 
 Order, outermost first, and why:
 
@@ -26,12 +26,9 @@ from kvpool_server.interceptors.auth import (
     SyncAuth,
     current_identity,
 )
-from kvpool_server.interceptors.deadline import AioDeadline, DeadlinePolicy, SyncDeadline
-from kvpool_server.interceptors.errors import AioErrors, SyncErrors
-from kvpool_server.interceptors.limits import AioLimits, CallLimits
-from kvpool_server.interceptors.messages import AioMessages, SyncMessages
-from kvpool_server.interceptors.metrics import AioMetrics, RequestMetrics, SyncMetrics
-from kvpool_server.interceptors.tracing import AioTracing, SyncTracing
+from kvpool_server.interceptors.errors import AioErrors, AioMessages, SyncErrors, SyncMessages
+from kvpool_server.interceptors.limits import AioDeadline, AioLimits, CallLimits, DeadlinePolicy, SyncDeadline
+from kvpool_server.interceptors.telemetry import AioMetrics, AioTracing, RequestMetrics, SyncMetrics, SyncTracing
 
 __all__ = [
     "Authenticator",

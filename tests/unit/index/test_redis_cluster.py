@@ -5,10 +5,11 @@ from typing import Any, cast
 
 import hiredis
 import pytest
+from redis.crc import key_slot
 
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import StoreUnavailable
-from kvpool_index.adapters.redis_cluster import SLOT_COUNT, ClusterLane, SlotMap
+from kvpool_index.adapters.redis_cluster import SLOT_COUNT, ClusterLane, SlotMap, slot_of
 from kvpool_index.adapters.redis_link import LinkOptions, RedisLink
 from kvpool_index.adapters.redis_locations import RedisLocationStore
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
@@ -77,3 +78,29 @@ async def test_of_several_chains_those_within_reach_are_read() -> None:
     values = await store.read_chains(queries)
     assert {tuple(each) for each in values} == {(None,), (b"value",)}
     assert values == [await store.read_chain(query) for query in queries]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        b"",
+        b"123456789",
+        b"kvpool:{n}:records",
+        b"{user1000}.following",
+        b"foo{}{bar}",
+        b"foo{{bar}}zap",
+        b"foo{bar}{zap}",
+        b"{",
+        b"}{",
+        b"a}b{c",
+        bytes(range(256)),
+        b"kvpool:c:" + bytes(range(100, 132)),
+    ],
+)
+def test_slots_are_those_of_the_specification(key: bytes) -> None:
+    assert slot_of(key) == key_slot(key)
+
+
+def test_known_values() -> None:
+    assert slot_of(b"123456789") == 0x31C3
+    assert slot_of(b"{user1000}.following") == slot_of(b"{user1000}.followers") == slot_of(b"user1000")
