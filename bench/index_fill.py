@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS
 from kvpool.core.location_digest import FIELD_BYTES
-from kvpool_index.adapters.redis_connections import RedisLane
+from kvpool_index.adapters.redis_connections import ConnectionGroup
 from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.adapters.redis_store import open_deployment
 from kvpool_index.adapters.redis_wire import checked, pack
@@ -82,7 +82,7 @@ async def fill_redis(
     """Put all chains into a Redis (any URL that the index takes), as in staging of one node; returns the seconds."""
     started_at_s = time.perf_counter()
     deployment = open_deployment(url, timeout_s=60.0, max_in_flight=4)
-    lane = deployment.lane()
+    connections = deployment.connection_group()
     prefix = key_prefix.encode()
     meta = _META.pack(time.time_ns() // 1000, ordinal, fence)
     value = encode_entry(Entry(ordinal, (0, grid, 0)), grid)
@@ -95,9 +95,9 @@ async def fill_redis(
             words += (chunk[:FIELD_BYTES], value)
         commands.append(pack(*words))
         if len(commands) == _COMMANDS_AT_ONCE:
-            await _send(lane, commands, keys)
+            await _send(connections, commands, keys)
             commands, keys = [], []
-    await _send(lane, commands, keys)
+    await _send(connections, commands, keys)
     await deployment.close()
     return time.perf_counter() - started_at_s
 
@@ -144,9 +144,9 @@ async def _announce(store: IndexStore, fence: StreamFence, batch: list[ChunkOper
         await store.events.append(entries)
 
 
-async def _send(lane: RedisLane, commands: list[bytes], keys: list[bytes]) -> None:
+async def _send(connections: ConnectionGroup, commands: list[bytes], keys: list[bytes]) -> None:
     if commands:
-        for reply in await lane.exchange(commands, keys):
+        for reply in await connections.exchange(commands, keys):
             checked(reply)
 
 

@@ -213,7 +213,7 @@ class OptionText:
 
     flag: str  # empty for a secret, which has a variable only
     variable: str
-    values: str  # what may be said: SIZE, INT, PATH, or the choices
+    values: str  # what it accepts: SIZE, INT, PATH, or the choices
     default: str
     help: str
 

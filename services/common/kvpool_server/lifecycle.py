@@ -145,7 +145,7 @@ def _exit_now(code: int) -> None:
 
 
 def clear_ready_file(path: Path | None) -> None:
-    """Remove what an earlier run left, so that nobody takes it for ours. Call before anything else is started."""
+    """Remove what an earlier run left, so that it is not taken for ours. Call before anything else is started."""
     if path is None:
         return
     try:

@@ -134,7 +134,7 @@ def open_service_tracer(service: str, registry: CollectorRegistry) -> Tracer:
         return open_tracer(service, {})
     spans = Counter(
         f"kvpool_{service}_trace_spans",
-        "Recorded spans, by what became of them: exported, or dropped and why.",
+        "Recorded spans, by fate: exported, or dropped and why.",
         ["fate"],
         registry=registry,
     )

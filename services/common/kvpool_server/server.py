@@ -21,7 +21,7 @@ from kvpool_server.listen import TcpAddress, check_tcp, claim_unix_path, restric
 from kvpool_server.tls import ServiceTls
 
 _UNIX_SCHEME: Final = "unix:"
-LIVENESS: Final = "liveness"  # health service that tells only whether the process still answers: what to restart it by
+LIVENESS: Final = "liveness"  # health service for restarts: whether the process still answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class GrpcLimits:
     max_concurrent_streams: int = 1024  # calls in flight on one connection
     keepalive_time_s: float = 20.0  # a silent connection is pinged after this
     keepalive_timeout_s: float = 10.0  # and dropped when the ping is not answered within this
-    min_ping_interval_s: float = 5.0  # clients that ping more often are sent away
-    handshake_timeout_s: float = 20.0  # who has not shaken hands by then is sent away
+    min_ping_interval_s: float = 5.0  # connections that ping more often are closed
+    handshake_timeout_s: float = 20.0  # a connection without a handshake by then is closed
 
     def options(self) -> list[tuple[str, int]]:
         """The channel arguments of a server."""
@@ -52,7 +52,7 @@ class GrpcLimits:
 
 
 class ControlServer:
-    """A grpc.aio server that tells the truth about its health.
+    """A grpc.aio server that reports its health.
 
     Add servicers to `grpc`, `listen`, `start`; then `set_serving(True)` when the service is ready for work, and
     `stop` to end. `service_names` are the full protobuf names that health and reflection answer for.
@@ -85,7 +85,7 @@ class ControlServer:
     def listen_health(self, address: TcpAddress, *, idle_s: float = 30.0) -> int:
         """Bind `address` for health checks and nothing else, in the clear; returns its port. Raises StartupFailed.
 
-        Anybody may call there, so nothing lasts: no Watch, and a connection without a call is closed after idle_s.
+        Any caller may connect there, so nothing lasts: no Watch, and an idle connection is closed after idle_s.
         """
         check_tcp(address)
         options = [*GrpcLimits(max_message_bytes=1 << 16).options(), ("grpc.max_connection_idle_ms", int(idle_s * 1e3))]

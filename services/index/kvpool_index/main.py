@@ -145,7 +145,7 @@ def _open_store(config: IndexConfig) -> IndexStore:
 
 
 def _tenant_secrets(config: IndexConfig) -> Callable[[str], bytes]:
-    """The secret of each tenant: the only one there is, while everybody is one tenant."""
+    """Return the function that gives a tenant's secret: one secret, because all callers are one tenant."""
     secret = _read_secret(config.tenant_secret_file)
     return lambda tenant: secret
 

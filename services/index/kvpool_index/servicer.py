@@ -39,7 +39,7 @@ Context: TypeAlias = grpc.aio.ServicerContext[RequestT, ResponseT]
 
 
 class IndexServicer(pb_grpc.IndexServiceServicer):
-    """IndexService. `tenant_of_call` tells the authenticated tenant of the call that is being handled."""
+    """IndexService. `tenant_of_call` returns the authenticated tenant of the current call."""
 
     def __init__(self, engine: IndexEngine, tenant_of_call: Callable[[], str]) -> None:
         self._engine = engine
@@ -86,8 +86,8 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         context: Context[pb.SetKeyspacePolicyRequest, pb.SetKeyspacePolicyResponse],
     ) -> pb.SetKeyspacePolicyResponse:
         policy = convert_policy.policy_from_proto(request.policy)
-        told = await self._engine.set_policy(self._tenant(), request.name, policy)
-        return pb.SetKeyspacePolicyResponse(keyspace_id=told.keyspace, version=told.version)
+        stored = await self._engine.set_policy(self._tenant(), request.name, policy)
+        return pb.SetKeyspacePolicyResponse(keyspace_id=stored.keyspace, version=stored.version)
 
     async def GetKeyspacePolicies(
         self,
@@ -121,8 +121,8 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         attempt = cluster.RegistrationAttempt(process_id=request.process_id, number=request.attempt)
         lease = await self._engine.register_node(info, request.last_incarnation, attempt)
         peer = versions.versions_from_proto(request.version)
-        told = fields(node_id=info.node_id, endpoint=info.endpoint, peer=str(peer), incarnation=lease.incarnation)
-        _log.info("node registered", extra=told)
+        facts = fields(node_id=info.node_id, endpoint=info.endpoint, peer=str(peer), incarnation=lease.incarnation)
+        _log.info("node registered", extra=facts)
         return pb.RegisterNodeResponse(
             incarnation=lease.incarnation,
             lease_ttl_ms=lease.lease_ttl_ms,

@@ -27,7 +27,7 @@ _HASH_BYTES: Final = 16
 
 
 class MatchAnswers:
-    """What is malformed ends its own question, and never the stream it came on."""
+    """Answers the messages of match streams. A malformed question gets an error; its stream goes on."""
 
     def __init__(self, engine: IndexEngine) -> None:
         self._engine = engine
@@ -46,8 +46,8 @@ class MatchAnswers:
             (found,) = await self._ask(tenant, request, [query])
             return self._messages.pack(request.request_id, found)
         except KvPoolError as error:
-            told = item_error_to_proto(error)
-            return pb.MatchStreamResponse(request_id=request.request_id, error=told).SerializeToString()
+            refusal = item_error_to_proto(error)
+            return pb.MatchStreamResponse(request_id=request.request_id, error=refusal).SerializeToString()
 
     async def _several(self, tenant: str, request: pb.MatchStreamRequest) -> list[ChainMatch | KvPoolError]:
         """Per question. Raises what is about all of them."""
@@ -119,8 +119,8 @@ async def serve_concurrently(
     At most `limit` requests are read and not written, so that a slow receiver slows its own requests. An exception of
     any part ends the rest and is raised, in an ExceptionGroup.
 
-    Workers take turns at reading, and whoever has read a request answers it: a task for each request, and the pass of
-    the loop until it runs, would cost as much as judging a match.
+    Workers take turns at reading, and each answers the request that it has read: a task for each request, and the pass
+    of the loop until it runs, would cost as much as judging a match.
     """
     reading, writing = asyncio.Lock(), asyncio.Lock()
     workers, waiting, ended = 1, 0, False

@@ -14,7 +14,7 @@ from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, K
 from kvpool.testing import ManualClock, eventually
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.events import ChunkState, EntryNews, LogEntry, pack_chunks
+from kvpool_index.core.events import ChunkState, EntryEvents, LogEntry, pack_chunks
 from kvpool_index.engine import log_reader
 from kvpool_index.engine.keyspaces import KeyspaceService
 from kvpool_index.engine.log_reader import LogReader
@@ -34,7 +34,7 @@ class Reading:
             self.store.keyspaces, self.store.policies, lambda tenant: PUBLISHED_TENANT_SECRET
         )
         nodes = NodeService(self.store.nodes, IndexConfig(), ManualClock(), IndexMetrics(CollectorRegistry()))
-        self.news: list[EntryNews] = []
+        self.news: list[EntryEvents] = []
         self.losses = 0
         self.reader = LogReader(self.store.events, nodes, self.keyspaces, deliver=self.news.extend, lose=self.lose)
 
@@ -128,7 +128,7 @@ async def test_a_failure_of_another_kind_loses_no_entry(
     assert not reading.losses
 
 
-async def test_a_keyspace_of_another_version_is_nobodys_and_is_asked_for_once_an_entry(
+async def test_a_keyspace_of_another_version_is_hidden_and_is_asked_for_once_an_entry(
     reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = await reading.keyspaces.open("default", "k", SPEC)

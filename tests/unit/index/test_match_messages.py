@@ -66,9 +66,9 @@ def test_several_answers_are_the_same_and_name_each_node_once() -> None:
         messages, asked = MatchMessages(), [*answers[first:], *answers[:first]]
         for _ in range(2):
             answer: Any = index_pb2.MatchStreamResponse.FromString(messages.pack_several(7, asked))
-            told = answers_from_proto(answer)
+            received = answers_from_proto(answer)
             assert answer.request_id == 7
-            assert [_comparable(each) for each in told] == [_comparable(each) for each in asked]
+            assert [_comparable(each) for each in received] == [_comparable(each) for each in asked]
             named = [node.node_id for one in (answer, *answer.more) for node in one.match.nodes]
             assert sorted(named) == [node.node_id for node in NODES]
 

@@ -108,7 +108,7 @@ def options(files: TlsFiles) -> TlsOptions:
     return TlsOptions(ca_file=files.ca_file, cert_file=files.cert_file, key_file=files.key_file)
 
 
-def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_a_passphrase(authority: Authority, tmp_path: Path) -> None:
+def test_an_encrypted_key_is_refused_without_a_prompt_for_a_passphrase(authority: Authority, tmp_path: Path) -> None:
     files = authority.issue(tmp_path / "own", passphrase=b"secret")
     with pytest.raises(OSError, match="ssl_keyfile is encrypted; write it without a passphrase"):
         RedisTls(options(files))
@@ -138,7 +138,7 @@ def test_what_cannot_be_used_is_told_once_and_left(
         ("certificate verify failed: certificate has expired", "renew it"),
         ("certificate verify failed: unsuitable certificate purpose", "serverAuth"),
         ("certificate verify failed: unable to get local issuer certificate", "ssl_ca_certs"),
-        ("certificate verify failed: IP address mismatch, certificate is not valid for '10.0.0.1'", "issue it anew"),
+        ("certificate verify failed: IP address mismatch, certificate is not valid for '10.0.0.1'", "issue another"),
     ],
 )
 def test_a_refused_certificate_is_explained_by_what_is_wrong_with_it(said: str, explained: str) -> None:

@@ -191,7 +191,7 @@ async def main(stop):
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process executes; one that nobody has waited for yet is dead."""
+    """Whether a process executes; one that is not waited for yet is dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

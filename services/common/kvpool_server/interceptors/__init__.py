@@ -6,7 +6,7 @@ Order, outermost first, and why:
 2. errors: turns any exception of what is inside into a status, so that the others may simply raise;
 3. limits: neither work nor time for more calls than are allowed;
 4. tracing, where it is on: inside of errors, so that it sees them before they are statuses;
-5. auth: nobody spends work or time on a caller that is not known;
+5. auth: no work or time is spent on an unknown caller;
 6. deadline: nearest to the handler, whose run time it bounds;
 7. messages: what cannot be read is the handler's first concern, after all the others have had their say.
 

@@ -89,7 +89,7 @@ def _status_of(call: Call, error: Exception) -> ServerStatus:
     known = _known_error(call, error)
     if known is not None:
         return error_to_status(known)
-    # The client gets an id to quote, and nothing that could tell it about our insides or other tenants.
+    # The client gets an id to quote, and nothing that would reveal our internals or other tenants.
     incident = secrets.token_hex(6)
     _log.error("unexpected error in a request", exc_info=error, extra=fields(incident=incident, method=call.method))
     return ServerStatus(
@@ -121,7 +121,7 @@ class _Unreadable:
 
 
 class AioMessages(AioWrapper):
-    """For a grpc.aio server."""
+    """Refuses unreadable messages of a grpc.aio server."""
 
     def wrap(self, method: str, inner: Handler) -> Handler:
         deserialize = inner.request_deserializer
@@ -139,7 +139,7 @@ class AioMessages(AioWrapper):
 
 
 class SyncMessages(SyncWrapper):
-    """For a thread-pool server, which hides from the handler of a stream what its deserializer raises."""
+    """The same for a thread-pool server, which hides from a stream's handler what its deserializer raises."""
 
     def wrap(self, method: str, inner: Handler) -> Handler:
         behavior, deserialize = behavior_of(inner), inner.request_deserializer

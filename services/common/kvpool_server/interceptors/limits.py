@@ -42,7 +42,7 @@ class OpenCalls:
 
     @contextmanager
     def place(self, peer: str) -> Iterator[None]:
-        """Hold a place for a call. Raises Overloaded when there is none."""
+        """Hold a place for a call. Raises Overloaded when all are taken."""
         host, limits = peer_host(peer), self._limits
         if self.count >= limits.open_calls:
             raise Overloaded(f"this server has {limits.open_calls} calls open already")

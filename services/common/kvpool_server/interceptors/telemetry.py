@@ -114,7 +114,7 @@ def _code(call: Call, error: BaseException | None) -> grpc.StatusCode:
 
 
 _STATUS_CODE: Final = "rpc.grpc.status_code"
-# What nodes, probes and status displays ask all the time: part of a trace that somebody began, never one of its own.
+# What nodes, probes and status displays call all the time: traced as part of the caller's trace only.
 _HOUSEKEEPING: Final = frozenset(
     {
         "RegisterNode",
@@ -163,7 +163,7 @@ class AioTracing(AioInterceptor):
             try:
                 yield
             except KvPoolError as error:
-                _tell(span, error)
+                _record_error(span, error)
                 raise
             span.set({_STATUS_CODE: 0})
 
@@ -187,7 +187,7 @@ class SyncTracing(SyncInterceptor):
             yield
             span.set({_STATUS_CODE: 0})
         except KvPoolError as error:
-            _tell(span, error)
+            _record_error(span, error)
             raise
         except BaseException as error:
             span.fail(type(error).__name__)
@@ -211,7 +211,7 @@ def _attributes(call: Call) -> Attributes:
     return {"rpc.system": "grpc", "rpc.service": call.service, "rpc.method": call.method.rpartition("/")[2]}
 
 
-def _tell(span: Span, error: KvPoolError) -> None:
+def _record_error(span: Span, error: KvPoolError) -> None:
     if span.recording:
         code = error_to_status(error).code.value
         span.set({_STATUS_CODE: int(code[0])})

@@ -310,7 +310,7 @@ class MemoryIndexStore:
         self.locations = MemoryLocationStore(clock, self.nodes, tombstone_s=tombstone_s)
 
     async def check_layout(self) -> None:
-        """Nobody else has written it."""
+        """Do nothing: other releases cannot write to this memory."""
 
     async def ping(self) -> float:
         return 0.0

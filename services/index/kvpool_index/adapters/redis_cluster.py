@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from kvpool.core.errors import KvPoolError, StoreUnavailable
-from kvpool_index.adapters.redis_connections import RedisLane
+from kvpool_index.adapters.redis_connections import ConnectionGroup
 from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, ReplicaWait, link_to, shared
 from kvpool_index.adapters.redis_lua import Script
 from kvpool_index.adapters.redis_url import Server
@@ -54,7 +54,7 @@ class SlotMap:
         return frozenset(owner for owner in self._owners if owner is not None)
 
     async def load(self) -> None:
-        """Ask for the slots, once. Raises StoreUnavailable if no member of the Cluster tells."""
+        """Load the slots, once. Raises StoreUnavailable if no member of the Cluster answers."""
         if self._owners:
             return
         self.refresh_soon(pause_s=0.0)
@@ -63,9 +63,9 @@ class SlotMap:
             async with asyncio.timeout(self._options.timeout_s):
                 await shared(self._refreshing)
         except OSError as error:
-            raise StoreUnavailable("no member of the Cluster tells its slots in time") from error
+            raise StoreUnavailable("no member of the Cluster reports its slots in time") from error
         if not self._owners:
-            raise StoreUnavailable(f"no member of the Cluster tells its slots: {self._cause}")
+            raise StoreUnavailable(f"no member of the Cluster reports its slots: {self._cause}")
 
     def owner(self, key: bytes) -> Server:
         """The master that has a key. Raises StoreUnavailable if its slot has none."""
@@ -110,7 +110,7 @@ class SlotMap:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             await self._ask_members()
         finally:
-            # Here, not in a callback: whoever finds the map wrong before that has run would ask for nothing.
+            # Here, not in a callback: a wrong map that is found before the callback runs would not be asked for.
             self._refreshing = None
 
     async def _ask_members(self) -> None:
@@ -143,7 +143,7 @@ class SlotMap:
                 owner = Server((master[0] or b"").decode() or server.host, master[1])
                 owners[first : last + 1] = [owner] * (last + 1 - first)
         except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise StoreUnavailable(f"{server} is no member of a Cluster, by its answer") from error
+            raise StoreUnavailable(f"{server} is not a member of a Cluster, by its answer") from error
         return owners
 
     def _take(self, found: list[Server | None]) -> None:
@@ -163,7 +163,7 @@ _OUT_OF_REACH: Final = ("CLUSTERDOWN", "MASTERDOWN", "LOADING")
 _ASKING: Final = pack(b"ASKING")
 
 
-class ClusterLane(RedisLane):
+class ClusterGroup(ConnectionGroup):
     """One connection to each master that is needed."""
 
     def __init__(self, slots: SlotMap, options: LinkOptions, replicas: ReplicaWait | None) -> None:
@@ -196,7 +196,7 @@ class ClusterLane(RedisLane):
         return replies
 
     async def exchange_reachable(self, commands: Sequence[bytes], keys: Sequence[bytes]) -> list[Reply]:
-        """An error only if every master was asked and none serves its slots, or nobody tells who the masters are."""
+        """An error only if every master was asked and none serves its slots, or the masters are not known."""
         ends_at_s = asyncio.get_running_loop().time() + self._options.timeout_s
         await self._slots.load()
         parts: dict[Server, list[int]] = {}
@@ -248,7 +248,7 @@ class ClusterLane(RedisLane):
         try:
             answers = await link.exchange(chosen, scripts=scripts, wait_s=wait_s, replicas=self._replicas)
         except StoreUnavailable:
-            self._slots.refresh_soon()  # somebody else may own its slots by now
+            self._slots.refresh_soon()  # another master may own its slots by now
             raise
         if self._replicas is not None and not is_redirection(marked := answers.pop()):
             checked(marked)
@@ -263,7 +263,7 @@ class ClusterLane(RedisLane):
         part: Sequence[int],
         replies: list[Reply],
     ) -> StoreUnavailable | None:
-        """As `_send`; why the master did not answer. One that is known to be lost is not waited for."""
+        """As `_send`; returns why the master did not answer. One that is known to be lost is not waited for."""
         link = self._link(server)
         if link.is_failing:
             link.connect_soon()
@@ -327,7 +327,7 @@ class ClusterLane(RedisLane):
             replies[at] = answer
 
     def _moves(self, keys: Sequence[bytes], replies: Sequence[Reply]) -> dict[int, tuple[Server, bool, bool]]:
-        """For each reply that redirects: where its command is to go, whether by ASKING, whether after a pause."""
+        """Return for each redirection where its command goes, whether by ASKING, and whether after a pause."""
         moves: dict[int, tuple[Server, bool, bool]] = {}
         redirections = self._options.stats.redirections
         for at, reply in enumerate(replies):
@@ -371,20 +371,20 @@ class Cluster:
     def __init__(self, seeds: Sequence[Server], options: LinkOptions) -> None:
         self._options = options
         self._slots = SlotMap(seeds, options)
-        self._lanes: list[ClusterLane] = []
+        self._groups: list[ClusterGroup] = []
 
-    def lane(self, replicas: ReplicaWait | None = None) -> RedisLane:
-        lane = ClusterLane(self._slots, self._options, replicas)
-        self._lanes.append(lane)
-        return lane
+    def connection_group(self, replicas: ReplicaWait | None = None) -> ConnectionGroup:
+        group = ClusterGroup(self._slots, self._options, replicas)
+        self._groups.append(group)
+        return group
 
-    async def look(self) -> None:
-        """Nothing: a slot map that is wrong tells so itself, by a redirection or a master that is gone."""
+    async def refresh(self) -> None:
+        """Nothing: a wrong slot map shows by a redirection or a lost master."""
 
     async def close(self) -> None:
         await self._slots.close()
-        for lane in self._lanes:
-            await lane.close()
+        for group in self._groups:
+            await group.close()
 
 
 def _is_out_of_reach(reply: Reply) -> bool:
@@ -398,10 +398,10 @@ def _target(address: str, sender: Server) -> Server:
 
 
 def _mark(key: bytes) -> bytes:
-    """A write beside a key that is none to anybody.
+    """Return a write beside a key, which no reader looks at.
 
     A master waits for replicas on behalf of what this connection wrote, and commands that find everything as it is to
-    be have written nothing: it would not wait for what another connection wrote before, which nobody has confirmed.
+    be have written nothing: it would not wait for what another connection wrote before, which is not confirmed.
     """
     before, brace, rest = key.partition(b"{")
     tag = brace + rest[: rest.index(b"}") + 1]

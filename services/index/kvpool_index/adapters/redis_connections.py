@@ -21,7 +21,7 @@ from kvpool_index.adapters.redis_url import Server
 from kvpool_index.adapters.redis_wire import Reply, checked, is_error, pack, pack_script
 
 
-class RedisLane(ABC):
+class ConnectionGroup(ABC):
     """Sends commands to the masters that own their keys. Raises StoreUnavailable, soon; see RedisLink."""
 
     @abstractmethod
@@ -83,20 +83,20 @@ class RedisDeployment(Protocol):
         """One of "single", "sentinel" and "cluster"."""
         ...
 
-    def lane(self, replicas: ReplicaWait | None = None) -> RedisLane:
-        """A new lane. replicas: that must have whatever is sent through it."""
+    def connection_group(self, replicas: ReplicaWait | None = None) -> ConnectionGroup:
+        """A new group. replicas: that must have whatever is sent through it."""
         ...
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Ask who the masters are, and leave those that no longer are; called about once a second."""
         ...
 
     async def close(self) -> None:
-        """Close the lanes and all other connections; idempotent."""
+        """Close the groups and all other connections; idempotent."""
         ...
 
 
-class OneMasterLane(RedisLane):
+class OneMasterGroup(ConnectionGroup):
     """All keys at one master."""
 
     def __init__(self, link: RedisLink, replicas: ReplicaWait | None) -> None:
@@ -115,7 +115,7 @@ class OneMasterLane(RedisLane):
         replies = await self._link.exchange(commands, scripts=scripts, wait_s=wait_s, replicas=self._replicas)
         for reply in replies:
             if is_error(reply) and str(reply).startswith("READONLY"):
-                self._link.reset("its server is no master any more")
+                self._link.reset("its server is not a master any more")
                 break
         return replies
 
@@ -142,38 +142,38 @@ class OneMaster:
     def __init__(self, server: Server, options: LinkOptions) -> None:
         self._server = server
         self._options = options
-        self._lanes: list[OneMasterLane] = []
+        self._groups: list[OneMasterGroup] = []
         options.stats.masters = 1
 
-    def lane(self, replicas: ReplicaWait | None = None) -> RedisLane:
-        return new_lane(self._find, self._options, replicas, self._lanes)
+    def connection_group(self, replicas: ReplicaWait | None = None) -> ConnectionGroup:
+        return new_group(self._find, self._options, replicas, self._groups)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         return None
 
     async def close(self) -> None:
-        for lane in self._lanes:
-            await lane.close()
+        for group in self._groups:
+            await group.close()
 
     async def _find(self) -> Server:
         return self._server
 
 
-def new_lane(
+def new_group(
     find: Callable[[], Awaitable[Server]],
     options: LinkOptions,
     replicas: ReplicaWait | None,
-    lanes: list[OneMasterLane],
-) -> OneMasterLane:
-    """A lane to whatever master is found, noted among the others."""
-    lane = OneMasterLane(RedisLink(find, options), replicas)
-    lanes.append(lane)
-    return lane
+    groups: list[OneMasterGroup],
+) -> OneMasterGroup:
+    """A group of connections to whatever master is found, noted among the others."""
+    group = OneMasterGroup(RedisLink(find, options), replicas)
+    groups.append(group)
+    return group
 
 
 _log = logging.getLogger(__name__)
 
-_BELIEVED_S: Final = 30.0  # the latest failover that a Sentinel told of, while others tell of earlier ones only
+_FAILOVER_TRUST_S: Final = 30.0  # how long the latest reported failover outweighs reports of earlier ones
 _SHARE_OF_TIMEOUT: Final = 0.5  # what asking the Sentinels may take of the time for one connection
 
 
@@ -182,7 +182,7 @@ class SentinelMaster:
 
     Before each connection all Sentinels are asked at once, and of the answers of a majority (or of those that came in
     time) the one of the latest failover counts; the server must then call itself a master. A server that was master
-    is left when a look finds another one named by any of them, when it refuses a write, or when Sentinel closes its
+    is left when `refresh` finds another one named by any of them, when it refuses a write, or when Sentinel closes its
     connections, which it does on demoting it.
     """
 
@@ -197,17 +197,17 @@ class SentinelMaster:
             pack(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name),
         ]
         self._options = options
-        self._lanes: list[OneMasterLane] = []
+        self._groups: list[OneMasterGroup] = []
         self._asking: asyncio.Task[Server] | None = None
         self._master: Server | None = None
         self._epoch = 0  # of the failover that made it
         self._named_at_s = 0.0
         options.stats.masters = 1
 
-    def lane(self, replicas: ReplicaWait | None = None) -> RedisLane:
-        return new_lane(self._find, self._options, replicas, self._lanes)
+    def connection_group(self, replicas: ReplicaWait | None = None) -> ConnectionGroup:
+        return new_group(self._find, self._options, replicas, self._groups)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         try:
             self._take(await self._ask_all(len(self._sentinels)))
         except OSError as error:
@@ -217,13 +217,13 @@ class SentinelMaster:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
-        for lane in self._lanes:
-            await lane.close()
+        for group in self._groups:
+            await group.close()
         for link in self._sentinels:
             await link.close()
 
     async def _find(self) -> Server:
-        """The master now. Lanes that connect at the same time ask once. Raises ConnectionError if nobody tells."""
+        """Return the master. Groups that connect at the same time ask once. ConnectionError if no Sentinel answers."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask_all(len(self._sentinels) // 2 + 1), name="ask-sentinels")
             self._asking.add_done_callback(self._asked)
@@ -240,8 +240,8 @@ class SentinelMaster:
         if before is not None and before != found:
             self._options.stats.failovers += 1
             _log.warning("the Sentinels name %s as master, no longer %s", found, before)
-        for lane in self._lanes:
-            lane.follow(found)
+        for group in self._groups:
+            group.follow(found)
 
     async def _ask_all(self, enough: int) -> Server:
         """The master by the answers that came first, or by those that came in time if they are fewer."""
@@ -268,9 +268,9 @@ class SentinelMaster:
         return self._latest(*max(answers, key=lambda answer: answer[0]))
 
     def _latest(self, epoch: int, server: Server) -> Server:
-        """What was named, unless somebody who has heard of a later failover named another one not long ago."""
+        """Return the named server, unless a Sentinel that knew a later failover named another one recently."""
         now_s = asyncio.get_running_loop().time()
-        if epoch < self._epoch and self._master is not None and now_s < self._named_at_s + _BELIEVED_S:
+        if epoch < self._epoch and self._master is not None and now_s < self._named_at_s + _FAILOVER_TRUST_S:
             return self._master
         self._epoch, self._named_at_s = epoch, now_s
         return server
@@ -283,4 +283,4 @@ class SentinelMaster:
             epoch = dict(zip(facts[::2], facts[1::2], strict=True))[b"config-epoch"]
             return int(epoch), Server(address[0].decode(), int(address[1]))
         except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise StoreUnavailable(f"{link.server} is no Sentinel, by its answer") from error
+            raise StoreUnavailable(f"{link.server} is not a Sentinel, by its answer") from error

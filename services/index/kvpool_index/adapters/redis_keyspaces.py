@@ -10,7 +10,7 @@ from kvpool.core.errors import (
     KeyspaceMismatch,
 )
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
-from kvpool_index.adapters.redis_connections import RedisLane
+from kvpool_index.adapters.redis_connections import ConnectionGroup
 from kvpool_index.adapters.redis_lua import Script, load_script
 from kvpool_index.adapters.redis_wire import Reply, checked, pack
 from kvpool_index.core.redis_stats import RedisStats
@@ -24,29 +24,31 @@ _AHEAD: Final = b"%d" % VERSION_AHEAD_US
 class RedisPolicyRegistry:
     """PolicyRegistry over one hash of policies and one counter."""
 
-    def __init__(self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes) -> None:
-        self._lane = lane
+    def __init__(self, connections: ConnectionGroup, stats: RedisStats, *, key_prefix: bytes) -> None:
+        self._connections = connections
         self._stats = stats
         self._policies = key_prefix + b":{k}:policies"
         self._version = key_prefix + b":{k}:policy-version"
 
     async def set(self, keyspace: bytes, policy: KeyspacePolicy) -> int:
-        return int(await self._lane.run(_SET, [self._policies, self._version], keyspace, policy.encode(), b"0", _AHEAD))
+        return int(
+            await self._connections.run(_SET, [self._policies, self._version], keyspace, policy.encode(), b"0", _AHEAD)
+        )
 
     async def restore(self, policies: Sequence[VersionedPolicy]) -> None:
         for one in policies:
             keys = [self._policies, self._version]
-            await self._lane.run(_SET, keys, one.keyspace, one.policy.encode(), b"%d" % one.version, _AHEAD)
+            await self._connections.run(_SET, keys, one.keyspace, one.policy.encode(), b"%d" % one.version, _AHEAD)
 
     async def get(self, keyspaces: Sequence[bytes]) -> list[VersionedPolicy]:
         if not keyspaces:
             return []
-        entries = await self._lane.call(self._policies, b"HMGET", self._policies, *keyspaces)
+        entries = await self._connections.call(self._policies, b"HMGET", self._policies, *keyspaces)
         found = (self._policy(keyspace, entry) for keyspace, entry in zip(keyspaces, entries, strict=True))
         return [one for one in found if one is not None]
 
     async def version(self) -> int:
-        found = await self._lane.call(self._version, b"GET", self._version)
+        found = await self._connections.call(self._version, b"GET", self._version)
         if found is None or not found.isdigit():
             self._stats.malformed["policy"] += found is not None
             return 0
@@ -61,7 +63,7 @@ class RedisPolicyRegistry:
         except (ValueError, InvalidRequest) as error:
             # Or written by a newer index: its nodes know it, those of this version go on with what they have.
             self._stats.malformed["policy"] += 1
-            _log.debug("the policy of keyspace %s is passed over: %s", keyspace.hex(), error)
+            _log.debug("the policy of keyspace %s is skipped: %s", keyspace.hex(), error)
             return None
 
 
@@ -74,8 +76,8 @@ _KEYSPACES_AT_ONCE: Final = 256  # in one script, for which all other commands w
 class RedisKeyspaceRegistry:
     """KeyspaceRegistry over one hash of names and one set of times of use a tenant, and one hash by id, in one slot."""
 
-    def __init__(self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes) -> None:
-        self._lane = lane
+    def __init__(self, connections: ConnectionGroup, stats: RedisStats, *, key_prefix: bytes) -> None:
+        self._connections = connections
         self._stats = stats
         self._slot = key_prefix + b":{k}:"
         self._ids = self._slot + b"ids"
@@ -84,8 +86,8 @@ class RedisKeyspaceRegistry:
         name, meaning = keyspace.name.encode(), keyspace.keyspace_id + keyspace.encoding
         by_id = b"\0".join((keyspace.tenant.encode(), name, keyspace.encoding))
         keys = [self._names(keyspace.tenant), self._ids, self._used(keyspace.tenant)]
-        created, bound = await self._lane.run(_BIND, keys, name, meaning, by_id)
-        found = self._understood(keyspace.keyspace_id, lambda: _bound(keyspace.tenant, name, bound))
+        created, bound = await self._connections.run(_BIND, keys, name, meaning, by_id)
+        found = self._decoded_or_none(keyspace.keyspace_id, lambda: _bound(keyspace.tenant, name, bound))
         if found is None:
             raise KeyspaceMismatch(
                 f"keyspace {keyspace.name!r} is bound to bytes that no index wrote; remove it from the store", field=""
@@ -104,9 +106,9 @@ class RedisKeyspaceRegistry:
 
     async def idle(self, tenant: str, idle_s: float) -> list[bytes]:
         key = self._used(tenant)
-        seconds, _ = await self._lane.call(key, b"TIME")
+        seconds, _ = await self._connections.call(key, b"TIME")
         latest_ms = (int(seconds) - idle_s) * 1e3
-        found: list[bytes] = await self._lane.call(key, b"ZRANGEBYSCORE", key, b"-inf", b"%d" % latest_ms)
+        found: list[bytes] = await self._connections.call(key, b"ZRANGEBYSCORE", key, b"-inf", b"%d" % latest_ms)
         return found
 
     async def forget(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, idle_s: float) -> list[bytes]:
@@ -119,7 +121,7 @@ class RedisKeyspaceRegistry:
     ) -> list[Reply]:
         """Run a script over pairs of arguments, some at a time, so that others have their turn."""
         return [
-            await self._lane.run(
+            await self._connections.run(
                 script, keys, b"%d" % number, *(word for pair in pairs[at : at + _KEYSPACES_AT_ONCE] for word in pair)
             )
             for at in range(0, len(pairs), _KEYSPACES_AT_ONCE)
@@ -132,30 +134,30 @@ class RedisKeyspaceRegistry:
     async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
         if not keyspace_ids:
             return []
-        entries = await self._lane.call(self._ids, b"HMGET", self._ids, *keyspace_ids)
+        entries = await self._connections.call(self._ids, b"HMGET", self._ids, *keyspace_ids)
         return [
-            None if entry is None else self._understood(at, partial(_by_id, at, entry))
+            None if entry is None else self._decoded_or_none(at, partial(_by_id, at, entry))
             for at, entry in zip(keyspace_ids, entries, strict=True)
         ]
 
     async def count(self, tenant: str) -> int:
         names, used = self._names(tenant), self._used(tenant)
         commands = [pack(b"HLEN", names), pack(b"ZCARD", used)]
-        return max(map(int, map(checked, await self._lane.exchange(commands, [names, used]))))
+        return max(map(int, map(checked, await self._connections.exchange(commands, [names, used]))))
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         names = self._names(tenant)
-        flat = await self._lane.call(names, b"HGETALL", names)
+        flat = await self._connections.call(names, b"HGETALL", names)
         pairs = sorted(zip(flat[::2], flat[1::2], strict=True))
-        found = (self._understood(meaning[:16], partial(_bound, tenant, name, meaning)) for name, meaning in pairs)
+        found = (self._decoded_or_none(meaning[:16], partial(_bound, tenant, name, meaning)) for name, meaning in pairs)
         return [bound for bound in found if bound is not None]
 
-    def _understood(self, keyspace: bytes, read: Callable[[], BoundKeyspace]) -> BoundKeyspace | None:
+    def _decoded_or_none(self, keyspace: bytes, read: Callable[[], BoundKeyspace]) -> BoundKeyspace | None:
         try:
             return read()
         except ValueError as error:
             self._stats.malformed["keyspace"] += 1
-            _log.debug("the record of keyspace %s is passed over: %s", keyspace.hex(), error)
+            _log.debug("the record of keyspace %s is skipped: %s", keyspace.hex(), error)
             return None
 
     def _used(self, tenant: str) -> bytes:

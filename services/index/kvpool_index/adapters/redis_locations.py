@@ -1,7 +1,7 @@
 """Chunk values in Redis: one hash for each chain group, changed by one script that keeps the digests up to date.
 
-A group of very many chunks is split into parts, each of which is one more key. Whoever changes a chunk names the keys,
-so that it has to know whether the group is split; the script refuses if it is otherwise, and the change is sent again.
+A group of very many chunks is split into parts, each of which is one more key. A change names its keys, so
+that its sender has to know whether the group is split; if it is wrong, the script refuses and the change is sent again.
 
 A group's key carries its digest range as a hash tag, so that groups and digests of a range lie in one slot: the script
 changes both at once, and a failover that loses writes takes both back alike.
@@ -29,7 +29,7 @@ from kvpool.core.location_digest import (
     part_of,
     range_of,
 )
-from kvpool_index.adapters.redis_connections import RedisLane
+from kvpool_index.adapters.redis_connections import ConnectionGroup
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
 from kvpool_index.adapters.redis_reads import (
@@ -94,8 +94,8 @@ class RedisLocationStore:
 
     def __init__(
         self,
-        reads: RedisLane,
-        changes: RedisLane,
+        reads: ConnectionGroup,
+        changes: ConnectionGroup,
         nodes: RedisNodeDirectory,
         *,
         key_prefix: bytes,
@@ -225,7 +225,7 @@ class RedisLocationStore:
             if checked(reply):
                 self._remember(place, is_split=True)
         except (StoreUnavailable, Overloaded) as error:
-            _log.info("splitting a group is put off: %s", error)
+            _log.info("splitting a group is postponed: %s", error)
 
     def _remember(self, place: bytes, *, is_split: bool) -> None:
         self._split_places.pop(place, None)
@@ -426,7 +426,7 @@ def _values(replies: Sequence[Reply]) -> list[bytes | None]:
 
 
 def _reached(replies: Sequence[Reply], chunk_count: int) -> list[bytes | None]:
-    """The same up to the first group that is out of reach: as if nobody had what comes from there on."""
+    """The same up to the first group that is out of reach; None from there on."""
     if None not in replies:
         return _values(replies)
     values = _values(replies[: replies.index(None)])

@@ -15,7 +15,7 @@ from kvpool.core.errors import (
     StaleIncarnation,
     StoreUnavailable,
 )
-from kvpool_index.adapters.redis_connections import RedisLane
+from kvpool_index.adapters.redis_connections import ConnectionGroup
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_wire import Reply, checked, pack, pack_script
 from kvpool_index.core.nodes import (
@@ -57,9 +57,15 @@ class RedisNodeDirectory:
     """NodeDirectory over a few hashes in one slot. Leases run by the server time of the master that has the slot."""
 
     def __init__(
-        self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes, event_key: bytes, event_entries: int
+        self,
+        connections: ConnectionGroup,
+        stats: RedisStats,
+        *,
+        key_prefix: bytes,
+        event_key: bytes,
+        event_entries: int,
     ) -> None:
-        self._lane = lane
+        self._connections = connections
         self._stats = stats
         self._known: dict[bytes, tuple[bytes, NodeInfo | None]] = {}  # by node, of which registration; None: malformed
         slot = key_prefix + b":{n}:"
@@ -77,7 +83,7 @@ class RedisNodeDirectory:
         attempt: RegistrationAttempt = UNNUMBERED,
     ) -> NodeGrant:
         candidates = b"".join(_ORDINAL.pack(1 + secrets.randbelow((1 << 32) - 1)) for _ in range(_ORDINAL_CANDIDATES))
-        answer = await self._lane.run(
+        answer = await self._connections.run(
             _REGISTER,
             [self._records, self._infos, self._loads, self._ordinals, self._events, self._attempts],
             info.node_id,
@@ -118,13 +124,13 @@ class RedisNodeDirectory:
                 load = b"" if one.load is None else pack_load(one.load)
                 words += (one.node_id, b"%d" % one.incarnation, b"%d" % one.lease_ttl_ms, load)
             commands.append(pack_script(_RENEW, keys, *words))
-        replies = await self._lane.run_all(commands, [self._records] * len(commands), _RENEW)
+        replies = await self._connections.run_all(commands, [self._records] * len(commands), _RENEW)
         statuses = (status for reply in replies for status in reply)
         return [_refusal(status, one.incarnation) for status, one in zip(statuses, renewals, strict=True)]
 
     async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
         keys = [self._records, self._infos, self._ordinals, self._events, self._attempts]
-        status = await self._lane.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries, process_id)
+        status = await self._connections.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries, process_id)
         if status == -1:
             raise StaleIncarnation(OF_ANOTHER_PROCESS)
 
@@ -133,7 +139,7 @@ class RedisNodeDirectory:
     ) -> StreamFence:
         keys = [self._records, self._attempts]
         arguments = (node_id, b"%d" % incarnation, b"%d" % announce_epoch, process_id)
-        answer = await self._lane.run(_OPEN, keys, *arguments)
+        answer = await self._connections.run(_OPEN, keys, *arguments)
         if answer[0] == -2:
             raise LeaseLost(f"announce epoch {announce_epoch} is fenced by a later registration")
         refusal = _refusal(answer[0], incarnation)
@@ -143,13 +149,13 @@ class RedisNodeDirectory:
 
     async def ordinal(self, node_id: bytes, incarnation: int) -> int:
         commands = [pack(b"TIME"), pack(b"HGET", self._records, node_id)]
-        time, packed = map(checked, await self._lane.exchange(commands, [self._records, self._records]))
+        time, packed = map(checked, await self._connections.exchange(commands, [self._records, self._records]))
         return _leased(packed, incarnation, _microseconds(time))[0]
 
     async def snapshot(self) -> list[NodeRecord]:
         keys = [self._records, self._loads]
         commands = [pack(b"TIME"), *(pack(b"HGETALL", key) for key in keys)]
-        time, *tables = await self._lane.exchange(commands, [self._records, *keys])
+        time, *tables = await self._connections.exchange(commands, [self._records, *keys])
         now_us = _microseconds(checked(time))
         records, loads = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in map(checked, tables))
         await self._learn_infos(records)
@@ -176,7 +182,7 @@ class RedisNodeDirectory:
                 await asyncio.sleep(0)
         for start in range(0, len(changed), REFRESH_STEP_NODES):
             part = changed[start : start + REFRESH_STEP_NODES]
-            infos = await self._lane.call(self._infos, b"HMGET", self._infos, *part)
+            infos = await self._connections.call(self._infos, b"HMGET", self._infos, *part)
             for node_id, info in zip(part, infos, strict=True):
                 if info is not None:
                     known[node_id] = (_registration(records[node_id]), self._info(node_id, records[node_id], info))
@@ -188,17 +194,17 @@ class RedisNodeDirectory:
             if found.node_id != node_id:
                 raise ValueError("it names another node")
             if found.incarnation > MAX_INCARNATION:
-                raise ValueError("its incarnation is none that an index grants")
+                raise ValueError("its incarnation is above what an index grants")
         except (ValueError, struct.error, InvalidRequest, RecursionError) as error:
             self._stats.malformed["node"] += 1
-            _log.debug("the record of node %s is passed over: %s", node_id.hex(), error)
+            _log.debug("the record of node %s is skipped: %s", node_id.hex(), error)
             return None
         return found
 
     async def declare_dead(self, node_id: bytes, incarnation: int, *, forget_after_ms: int) -> bool:
         keys = [self._records, self._infos, self._loads, self._ordinals, self._events, self._attempts]
         arguments = (node_id, b"%d" % incarnation, b"%d" % forget_after_ms, self._event_entries)
-        return bool(await self._lane.run(_DECLARE, keys, *arguments))
+        return bool(await self._connections.run(_DECLARE, keys, *arguments))
 
     def fence_commands(self, fence: StreamFence) -> tuple[list[bytes], list[bytes]]:
         """Commands whose replies `check_fence` judges, and their keys; to be sent together with what the fence guards.
@@ -237,7 +243,7 @@ def _refusal(status: int, incarnation: int) -> KvPoolError | None:
 
 
 def _registration(packed: bytes) -> bytes:
-    """What of a record tells one registration from another; all of it if no index wrote it."""
+    """Return the part of a record that differs between registrations; all of it if no index wrote it."""
     return packed[:_REGISTRATION_BYTES] if len(packed) == _RECORD.size else packed
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from kvpool.core.errors import KvPoolError, Overloaded, StartupFailed, StoreUnavailable
 from kvpool_index.adapters.redis_cluster import Cluster
-from kvpool_index.adapters.redis_connections import OneMaster, RedisDeployment, RedisLane, SentinelMaster
+from kvpool_index.adapters.redis_connections import ConnectionGroup, OneMaster, RedisDeployment, SentinelMaster
 from kvpool_index.adapters.redis_keyspaces import RedisKeyspaceRegistry, RedisPolicyRegistry
 from kvpool_index.adapters.redis_link import LinkOptions, RedisLayout, RedisLink, ReplicaWait, link_to
 from kvpool_index.adapters.redis_locations import RedisLocationStore
@@ -31,15 +31,15 @@ class RedisEventLog:
 
     def __init__(
         self,
-        changes: RedisLane,
-        reads: RedisLane,
-        waiting: Sequence[RedisLane],
+        changes: ConnectionGroup,
+        reads: ConnectionGroup,
+        waiting: Sequence[ConnectionGroup],
         *,
         key_prefix: bytes,
         chunk_stream_count: int,
         max_entries: int,
     ) -> None:
-        """waiting: for each stream a lane on which its one reader waits for the next entry."""
+        """waiting: for each stream the connections on which its one reader waits for the next entry."""
         self._changes = changes
         self._reads = reads
         self._waiting = waiting
@@ -69,8 +69,8 @@ class RedisEventLog:
         if wait_s > 0:
             words += [b"BLOCK", b"%d" % max(1, int(wait_s * 1000))]
         words += [b"STREAMS", self._keys[stream], after.encode()]
-        lane = self._waiting[stream] if wait_s > 0 else self._reads
-        found = await lane.call(self._keys[stream], *words, wait_s=wait_s)
+        connections = self._waiting[stream] if wait_s > 0 else self._reads
+        found = await connections.call(self._keys[stream], *words, wait_s=wait_s)
         entries = found[0][1] if found else []
         return [LogEntry(entry_id.decode(), pairs[1]) for entry_id, pairs in entries]
 
@@ -85,54 +85,54 @@ class RedisEventLog:
         if entry_id != ORIGIN:
             return False
         if is_error(state):
-            return True  # there is no such stream yet
+            return True  # the stream does not exist yet
         facts = dict(zip(state[::2], state[1::2], strict=True))
         return bool(facts.get(b"entries-added") == facts[b"length"])
 
 
 _log = logging.getLogger(__name__)
 
-_LOOKS_BETWEEN_CHECKS: Final = 60
+_ROUNDS_BETWEEN_CHECKS: Final = 60
 
 
 class RedisHealth:
-    """Looks at each master; what is wrong with its configuration is logged when it is first seen."""
+    """Checks each master. Problems of its configuration are logged when they are first found."""
 
-    def __init__(self, lane: RedisLane, topology: str, stats: RedisStats, *, wait_replicas: int) -> None:
-        self._lane = lane
+    def __init__(self, connections: ConnectionGroup, topology: str, stats: RedisStats, *, wait_replicas: int) -> None:
+        self._connections = connections
         self._topology = topology
         self._stats = stats
         self._wait_replicas = wait_replicas
         self._checked: dict[str, frozenset[str]] = {}  # by master, what was found
-        self._looks = 0
+        self._rounds = 0
 
-    async def look(self) -> None:
-        """One round trip to each master; a whole check of those not seen before, and of all once a minute."""
-        self._looks += 1
-        if self._looks % _LOOKS_BETWEEN_CHECKS == 0:
+    async def check(self) -> None:
+        """One round trip to each master; the configuration of those not seen before, and of all once a minute."""
+        self._rounds += 1
+        if self._rounds % _ROUNDS_BETWEEN_CHECKS == 0:
             self._checked = {}
         try:
-            masters = await self._lane.masters()
+            masters = await self._connections.masters()
         except KvPoolError:
             self._stats.masters_up = 0
             return
-        results = await asyncio.gather(*map(self._look_at, masters))
+        results = await asyncio.gather(*map(self._check_master, masters))
         self._stats.masters_up = results.count(True)
         current = {str(master.server) for master in masters}
         self._checked = {name: found for name, found in self._checked.items() if name in current}
         self._stats.problems = frozenset[str]().union(*self._checked.values())
 
-    async def _look_at(self, master: RedisLink) -> bool:
+    async def _check_master(self, master: RedisLink) -> bool:
         try:
             await master.call(b"PING")
             name = str(master.server)
             if name not in self._checked:
-                self._checked[name] = await self._check(master)
+                self._checked[name] = await self._find_problems(master)
         except KvPoolError:
             return False
         return True
 
-    async def _check(self, master: RedisLink) -> frozenset[str]:
+    async def _find_problems(self, master: RedisLink) -> frozenset[str]:
         """What is wrong with one master. Raises StoreUnavailable; INFO is needed, CONFIG GET is not."""
         info, save = await master.exchange([pack(b"INFO"), pack(b"CONFIG", b"GET", b"save")])
         saves = bool(save[1]) if isinstance(save, list) and len(save) == 2 else None
@@ -158,11 +158,11 @@ def _facts(info: bytes) -> RedisFacts:
             replica_count=int(facts.get("connected_slaves", "0")),
         )
     except ValueError as error:
-        raise StoreUnavailable(f"INFO says what is no number: {error}") from error
+        raise StoreUnavailable(f"INFO has a value that is not a number: {error}") from error
 
 
 _TOMBSTONE_MS: Final = 60_000
-_LOOK_INTERVAL_S: Final = 1.0
+_CHECK_INTERVAL_S: Final = 1.0
 
 
 class RedisIndexStore:
@@ -183,7 +183,7 @@ class RedisIndexStore:
     ) -> None:
         """wait_replicas: that must have a batch of changes, within half of timeout_s, before it counts as applied.
 
-        Raises StartupFailed for a URL that is none; the URL itself, which may hold a password, is not shown.
+        Raises StartupFailed for an invalid URL, which is not shown, because it may hold a password.
         """
         prefix = key_prefix.encode()
         self.redis = RedisStats()
@@ -196,9 +196,9 @@ class RedisIndexStore:
             raise StartupFailed(f"redis_url cannot be used: {error}") from error
         wait_ms = max(1, int(timeout_s * 500))
         replicas = ReplicaWait(replica_count=wait_replicas, wait_ms=wait_ms) if wait_replicas else None
-        lane = self.deployment.lane
-        reads, changes, self._control = lane(), lane(replicas), lane()
-        waiting = [lane() for _ in range(chunk_stream_count + 1)]
+        new_group = self.deployment.connection_group
+        reads, changes, self._control = new_group(), new_group(replicas), new_group()
+        waiting = [new_group() for _ in range(chunk_stream_count + 1)]
         self._health = RedisHealth(self._control, self.deployment.kind, self.redis, wait_replicas=wait_replicas)
         self.events = RedisEventLog(
             changes,
@@ -228,15 +228,15 @@ class RedisIndexStore:
         return time.perf_counter() - started_at_s
 
     async def run(self) -> None:
-        """Look about once a second who the masters are and how they do; to be run as long as the store is used.
+        """Check about once a second who the masters are and whether they are well set up, as long as the store is used.
 
         Raises StartupFailed when its keys have come to be of another layout.
         """
         while True:
-            await self.deployment.look()
-            await self._health.look()
+            await self.deployment.refresh()
+            await self._health.check()
             await self.check_layout()
-            await asyncio.sleep(_LOOK_INTERVAL_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
 
     async def close(self) -> None:
         await self.deployment.close()

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 HINT_PLAIN: Final = "if that port expects TLS, write rediss:// for redis://"
 HINT_TLS: Final = "if it demands a client certificate, name one of a CA that it trusts by ssl_certfile and ssl_keyfile"
-"""For a connection that ends before Redis has answered once: which may also be because Redis ends."""
+"""Hints for a connection that ends before the first answer. Redis may also have stopped."""
 
 _EXPLANATIONS: Final = (
     ("SSL handshake is taking longer", "it does not speak TLS, or is too busy: if it has none, write redis://"),
@@ -36,8 +36,11 @@ _EXPLANATIONS: Final = (
     ("certificate has expired", "its certificate has expired: renew it"),
     ("certificate is not yet valid", "its certificate is not valid yet: look at the clocks of both hosts"),
     ("unsuitable certificate purpose", "its certificate is not for servers: issue it for serverAuth"),
-    ("IP address mismatch", "its certificate does not name that address: issue it anew, or ssl_check_hostname=false"),
-    ("Hostname mismatch", "its certificate does not name that host: issue it anew, or ssl_check_hostname=false"),
+    (
+        "IP address mismatch",
+        "its certificate does not name that address: issue another, or set ssl_check_hostname=false",
+    ),
+    ("Hostname mismatch", "its certificate does not name that host: issue another, or set ssl_check_hostname=false"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is of no CA that is trusted: name its CA by ?ssl_ca_certs=FILE"),
     ("CERTIFICATE_REQUIRED", "it demands a client certificate: name one by ?ssl_certfile=FILE&ssl_keyfile=FILE"),
     ("ALERT_CERTIFICATE_EXPIRED", "it says that ssl_certfile has expired: renew it"),
@@ -72,7 +75,7 @@ class RedisTls:
         """By the files as they are now, or as they were when they could last be used."""
         state = _state(self.options)
         if state != self._state:
-            self._state = state  # whatever comes of it: it is tried, and told of, once
+            self._state = state  # also if they cannot be used: they are tried, and logged, once
             try:
                 self._context = _new_context(self.options)
                 _log.info("the TLS files of redis_url were renewed and are in use")
@@ -255,7 +258,7 @@ def _number(text: str, name: str) -> int:
 
 
 def _tls(scheme: str, options: dict[str, Any]) -> RedisTls | None:
-    """Raises ValueError for options without effect: whoever wrote them wants TLS, and would send a password without."""
+    """Raises ValueError for options without effect: they ask for TLS, and a password would be sent without it."""
     if scheme != "rediss":
         if pointless := sorted(options.keys() & _TLS_OPTIONS):
             raise ValueError(f"{', '.join(pointless)} without TLS: write rediss for redis in the scheme")

@@ -25,7 +25,7 @@ from kvpool.core.outcome import Tier
 TIERS: Final = (Tier.GPU, Tier.STAGING, Tier.DISK)
 MAX_ENTRIES: Final = 64
 """Nodes that one value names at most. A further one is not recorded, and its digests do not count the chunk: as many
-copies are enough for whoever looks for one. Its node announces it again from time to time (see Reconciler), and is
+copies are enough for readers. Its node announces it again from time to time (see Reconciler), and is
 recorded if another one has gone meanwhile."""
 
 _HEAD: Final = struct.Struct("<IB")
@@ -224,7 +224,7 @@ def check_query(query: ChainQuery) -> None:
     """Raise InvalidRequest for hashes of a wrong length, and a first chunk within a group whose head is not named."""
     hashes, start = query.chunk_hashes, query.first_chunk_index
     if len(hashes) % HASH_BYTES:
-        raise InvalidRequest(f"chunk_hashes has {len(hashes)} bytes, which is no multiple of {HASH_BYTES}")
+        raise InvalidRequest(f"chunk_hashes has {len(hashes)} bytes, which is not a multiple of {HASH_BYTES}")
     if start < 0:
         raise InvalidRequest(f"first_chunk_index must be >= 0, got {start}")
     within = start % CHAIN_GROUP_CHUNKS
@@ -234,7 +234,7 @@ def check_query(query: ChainQuery) -> None:
         if len(query.group_head_hash) != HASH_BYTES:
             raise InvalidRequest(
                 f"group_head_hash must be the {HASH_BYTES}-byte hash of chunk {start - within}, because "
-                f"first_chunk_index {start} is no multiple of {CHAIN_GROUP_CHUNKS}"
+                f"first_chunk_index {start} is not a multiple of {CHAIN_GROUP_CHUNKS}"
             )
     elif query.group_head_hash and query.group_head_hash != hashes[:HASH_BYTES]:
         raise InvalidRequest(

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 ENTRY_CHUNKS: Final = 64
 ENTRY_BYTES: Final = 7 << 10
-"""Of one entry, so that a log of bounded entries has bounded bytes also where 64 nodes have each chunk."""
+"""Limit of one entry, so that a log of bounded entries has bounded bytes also where 64 nodes have each chunk."""
 
 ORIGIN: Final = "0-0"  # before the first entry of any stream
 _ENTRY_ID: Final = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
@@ -33,13 +33,13 @@ class ChunkState:
     keyspace: bytes
     group_head: bytes
     chunk_hash: bytes  # 8 (truncated) or 16 bytes
-    value: bytes  # b"": nobody has the chunk
+    value: bytes  # b"": no node has the chunk
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """A node that came or changed (alive), or went."""
+    """A node that registered or changed (alive), or whose lease ended."""
 
     info: NodeInfo
     alive: bool
@@ -171,7 +171,7 @@ class WatchBuffer(Generic[T]):
             self._size += size
 
     def lose(self) -> None:
-        """Note that items were lost before they came here."""
+        """Note that items were lost before they reached the buffer."""
         self._items.clear()
         self._size = 0
         self._lost = True
@@ -186,7 +186,7 @@ class WatchBuffer(Generic[T]):
 
 
 OwnedEvent = tuple[str | None, ChunkEvent | NodeEvent]
-"""An event and the tenant that may see it; None: everybody may."""
+"""An event and the tenant that may see it; None: all tenants may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class Interest:
 
 
 @dataclass(slots=True, eq=False)
-class EntryNews:
+class EntryEvents:
     """The events of one log entry. Until all have been received the position stays before it."""
 
     owned: Sequence[OwnedEvent]
@@ -236,20 +236,20 @@ class EntryNews:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedEnd:
     """The log's end was looked up at this time, and everything before it lies before this in the buffer."""
 
     checked_at_s: float
     position: Position
 
 
-def news_of(
+def events_of_entries(
     entries: Sequence[LogEntry], stream: int, start: Position, owned: Mapping[str, Sequence[OwnedEvent]]
-) -> list[EntryNews]:
+) -> list[EntryEvents]:
     """News of consecutive entries of one stream, read from `start` on. owned: the events of each, by entry id."""
-    found: list[EntryNews] = []
+    found: list[EntryEvents] = []
     for entry in entries:
         after = start.advanced(stream, entry.entry_id)
-        found.append(EntryNews(owned[entry.entry_id], start, after))
+        found.append(EntryEvents(owned[entry.entry_id], start, after))
         start = after
     return found

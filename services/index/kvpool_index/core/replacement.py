@@ -29,7 +29,7 @@ class BucketSpan:
     last: int
 
     def check(self, changes: Sequence[LocationChange]) -> None:
-        """Raises InvalidRequest for buckets that are none, and naming the item that lies in none of them."""
+        """Raises InvalidRequest for invalid buckets, and for an item outside of them, which it names."""
         if not 0 <= self.first <= self.last < BUCKET_COUNT:
             raise InvalidRequest(
                 f"buckets must be ordered and from 0 to {BUCKET_COUNT - 1}, got {self.first, self.last}"

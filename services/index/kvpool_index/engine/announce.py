@@ -89,7 +89,7 @@ class AnnounceService:
         self._sequences[node_id] = sequence
 
     def applied_sequence(self, node_id: bytes) -> int:
-        """Of the node's latest stream here; 0 if it has none."""
+        """Return the latest sequence applied by the node's latest stream here; 0 if it has none."""
         return self._sequences.get(node_id, 0)
 
     async def apply(self, fence: StreamFence, changes: Sequence[LocationChange]) -> None:
@@ -116,14 +116,14 @@ class AnnounceService:
         return left_out
 
     async def grids(self, changes: Sequence[LocationChange]) -> dict[bytes, int]:
-        """all_shards of the grids of the keyspaces named; 0 for one that the store does not know."""
+        """Return all_shards of the grid of each keyspace named; 0 for one that the store does not know."""
         return {keyspace: await self._grid(keyspace) for keyspace in {change.keyspace for change in changes}}
 
     async def report_stale(self, tenant: str, stale: Sequence[StaleLocation]) -> list[bool]:
         """Remove locations that did not hold what they promised; per item, whether it was there.
 
         A location of an incarnation that is not the live one needs no removal: no match names it. Nor does one of a
-        keyspace that the tenant has not (the store may have been wiped since).
+        keyspace that the tenant does not have (the store may have been wiped since).
         """
         operations: list[ChunkOperation] = []
         positions: list[int] = []
@@ -298,9 +298,9 @@ class ReconcileService:
     async def _correct(self, fence: StreamFence, truth: Replacement, ranges: Sequence[int]) -> None:
         """Correct digests that do not agree with the chunks: the store lost some of these alone (it evicts keys, say).
 
-        A digest may also differ because a reader's report, or a drop, has removed what the node just told. Then it is
-        right, and to correct it would hide the loss from all comparisons to come. So everything is told again, after
-        which a digest that is as before has not been changed by anybody, and is set only if it still is that.
+        A digest may also differ because a reader's report, or a drop, has removed what the node just sent. Then it is
+        right, and to correct it would hide the loss from all comparisons to come. So everything is applied again, after
+        which a digest that is as before has not been changed by others, and is set only if it is still the same.
         """
         before = await self._differing(fence.ordinal, truth, ranges)
         if not before:

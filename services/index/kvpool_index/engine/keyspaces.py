@@ -23,7 +23,7 @@ from kvpool_index.ports import BoundKeyspace, KeyspaceRegistry, NodeDirectory, P
 _log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_CACHE_MAX: Final = 65536  # keyspaces; the cache starts anew beyond this
+_CACHE_MAX: Final = 65536  # keyspaces; the cache is cleared beyond this
 
 SecretOf = Callable[[str], bytes]
 """The 32-byte secret of a tenant."""
@@ -124,7 +124,7 @@ class KeyspaceService:
         return known
 
     async def find(self, keyspace: bytes) -> KnownKeyspace | None:
-        """A keyspace of whichever tenant, or None."""
+        """Return a keyspace of any tenant, or None."""
         known = self._known.get(keyspace)
         if known is None:
             bound = await self._registry.by_id(keyspace)
@@ -234,7 +234,7 @@ class PolicyService:
         return VersionedPolicy(keyspace=keyspace, policy=policy, version=await self._policies.set(keyspace, policy))
 
     async def of(self, keyspaces: Sequence[bytes]) -> dict[bytes, VersionedPolicy]:
-        """By keyspace, those that have one."""
+        """Return the policies of those keyspaces that have one, by keyspace."""
         return {one.keyspace: one for one in await self._policies.get(keyspaces)}
 
     async def get(self, keyspaces: Sequence[bytes]) -> tuple[list[VersionedPolicy], int]:
@@ -262,5 +262,5 @@ class PolicyService:
         await self._policies.restore(own)
 
     async def version(self) -> int:
-        """Of all policies."""
+        """Return the version of all policies."""
         return await self._policies.version()

@@ -107,7 +107,7 @@ class MatchService:
 
 
 class RouteService:
-    """Answers routers."""
+    """Ranks hosts for routers."""
 
     def __init__(
         self, matches: MatchService, nodes: NodeService, keyspaces: KeyspaceService, config: IndexConfig

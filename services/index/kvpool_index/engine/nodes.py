@@ -82,7 +82,7 @@ class NodeService:
         self._metrics.node_events.labels("registered").inc()
 
     async def renew(self, renewals: Sequence[Renewal]) -> list[KvPoolError | None]:
-        """For each lease why it was not renewed: LeaseLost, StaleIncarnation. Raises StoreUnavailable, Overloaded."""
+        """Return for each lease None, LeaseLost or StaleIncarnation. Raises StoreUnavailable, Overloaded."""
         asked_at_s, config = self._clock.monotonic_s(), self._config
         timed = [
             replace(one, lease_ttl_ms=config.idle_lease_ttl_ms if one.load is None else config.lease_ttl_ms)
@@ -110,7 +110,7 @@ class NodeService:
         return [node for node in nodes if kind is None or node.info.kind == kind]
 
     async def record(self, node_id: bytes) -> NodeRecord | None:
-        """What is known of a node; asks the store about one that may just have registered elsewhere."""
+        """Return the record of a node; asks the store if it is unknown: it may have just registered elsewhere."""
         if self.table.record(node_id) is None:
             now_s = self._clock.monotonic_s()
             if now_s - self._refreshed_at_s >= _UNKNOWN_NODE_REFRESH_S:
@@ -127,28 +127,28 @@ class NodeService:
         return place(alive, keyspace=keyspace, chain_head=chain_head, host_id=host_id, count=count)
 
     def live_node_now(self) -> Callable[[int], NodeInfo | None]:
-        """A look-up of ordinals as of now."""
+        """Return a look-up of live nodes by ordinal as of now."""
         now_s = self._clock.monotonic_s()
         return lambda ordinal: self.table.live_by_ordinal(ordinal, now_s)
 
     async def learn(self, ordinals: Iterable[int]) -> None:
-        """Ask the store about ordinals that are not known here: they are new, or gone for good.
+        """Refresh the table if an ordinal is not known here: it is new, or gone for good.
 
         The store is asked once for each, so that what dead nodes left behind costs nothing until it is cleaned up.
         """
-        strange = {ordinal for ordinal in ordinals if not self.table.knows_ordinal(ordinal)} - self._gone_ordinals
-        if not strange:
+        unknown = {ordinal for ordinal in ordinals if not self.table.knows_ordinal(ordinal)} - self._gone_ordinals
+        if not unknown:
             return
         await self.refresh()
         if len(self._gone_ordinals) > _GONE_ORDINALS_MAX:
             self._gone_ordinals.clear()
-        self._gone_ordinals |= {ordinal for ordinal in strange if not self.table.knows_ordinal(ordinal)}
+        self._gone_ordinals |= {ordinal for ordinal in unknown if not self.table.knows_ordinal(ordinal)}
 
     async def refresh(self) -> None:
         """Read all nodes from the store as they are after this call began. Calls at the same time share reads."""
         under_way = self._refreshing
         if under_way is not None:
-            with suppress(StoreUnavailable, Overloaded):  # the next read will tell
+            with suppress(StoreUnavailable, Overloaded):  # the next read reports it
                 await asyncio.shield(under_way)
         if self._refreshing is None or self._refreshing is under_way:
             self._refreshing = asyncio.ensure_future(self._read_all())
@@ -161,7 +161,7 @@ class NodeService:
         while True:
             try:
                 await self.refresh()
-                await self._bury()
+                await self._declare_dead()
             except (StoreUnavailable, Overloaded) as error:
                 self._metrics.store_up.set(0)
                 if was_up:
@@ -202,7 +202,7 @@ class NodeService:
         if not read.cancelled():
             read.exception()  # also when every caller has left; those who wait get it themselves
 
-    async def _bury(self) -> None:
+    async def _declare_dead(self) -> None:
         """Declare overdue nodes dead, and forget those that have been gone for long."""
         forget_after_ms = self._config.node_forget_ms
         for info in self.table.departed(forget_after_ms):
@@ -224,7 +224,7 @@ _GATHER_S: Final = 0.05
 _WAITING_MAX: Final = 1 << 17  # renewals that wait for the store at once
 
 Refusals = list[KvPoolError | None]
-"""For each renewal why it was refused; None for one that was done."""
+"""For each renewal None, or the error that refused it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -270,7 +270,7 @@ class LeaseService:
         )
 
     async def close(self) -> None:
-        """Renew no more."""
+        """Stop renewing."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
