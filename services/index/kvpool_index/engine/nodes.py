@@ -110,12 +110,16 @@ class NodeService:
         return [node for node in nodes if kind is None or node.info.kind == kind]
 
     async def record(self, node_id: bytes) -> NodeRecord | None:
-        """Return the record of a node; asks the store if it is unknown: it may have just registered elsewhere."""
-        if self.table.record(node_id) is None:
-            now_s = self._clock.monotonic_s()
-            if now_s - self._refreshed_at_s >= _UNKNOWN_NODE_REFRESH_S:
+        """Return the record of a node that has not ended its lease; reads the store if there is none here.
+
+        A node that ended it holds nothing: what it left is removed with other dead locations.
+        """
+        record = self.table.record(node_id)
+        if record is None or record.ended:
+            if self._clock.monotonic_s() - self._refreshed_at_s >= _UNKNOWN_NODE_REFRESH_S:
                 await self.refresh()
-        return self.table.record(node_id)
+            record = self.table.record(node_id)
+        return record if record is not None and not record.ended else None
 
     def live_nodes_now(self) -> list[LiveNode]:
         """Live nodes by node id, as this replica knows them."""
