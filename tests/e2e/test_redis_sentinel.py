@@ -200,7 +200,7 @@ def packed_list(*words: str) -> bytes:
     return f"*{len(words)}\r\n".encode() + b"".join(f"${len(word)}\r\n{word}\r\n".encode() for word in words)
 
 
-async def test_servers_that_are_something_else_are_told_so(redis_sentinels: RedisSentinels) -> None:
+async def test_servers_that_are_something_else_are_refused_with_the_cause(redis_sentinels: RedisSentinels) -> None:
     server = redis_sentinels.master()
     hosts = f"127.0.0.1:{server.port}"
     for url, cause in (
