@@ -24,20 +24,19 @@ from dataclasses import dataclass
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS
 from kvpool.core.location_digest import FIELD_BYTES
-from kvpool_index.adapters.redis_lanes import RedisLane
+from kvpool_index.adapters.redis_connections import ConnectionGroup
 from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.adapters.redis_store import open_deployment
 from kvpool_index.adapters.redis_wire import checked, pack
-from kvpool_index.core.entries import Entry, Operation, encode_entry
+from kvpool_index.core.entries import HASH_BYTES, ChunkOperation, Entry, Operation, encode_entry
 from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
-from kvpool_index.core.groups import HASH_BYTES, ChunkOperation
 from kvpool_index.ports import IndexStore, StreamFence
 
 GRID = sum(1 << 15 * group for group in range(4))  # all_shards of tests/fixtures/index_node.spec
 
 _META = struct.Struct("<QII")  # of apply_change.lua: version, then one pair of ordinal and stream number
 _COMMANDS_AT_ONCE = 512
-_CHUNKS_PER_ENTRY = 64  # of the event log, as in engine_announce.py
+_CHUNKS_PER_ENTRY = 64  # of the event log, as in core/events.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,7 @@ async def fill_redis(
     """Put all chains into a Redis (any URL that the index takes), as in staging of one node; returns the seconds."""
     started_at_s = time.perf_counter()
     deployment = open_deployment(url, timeout_s=60.0, max_in_flight=4)
-    lane = deployment.lane()
+    connections = deployment.connection_group()
     prefix = key_prefix.encode()
     meta = _META.pack(time.time_ns() // 1000, ordinal, fence)
     value = encode_entry(Entry(ordinal, (0, grid, 0)), grid)
@@ -96,9 +95,9 @@ async def fill_redis(
             words += (chunk[:FIELD_BYTES], value)
         commands.append(pack(*words))
         if len(commands) == _COMMANDS_AT_ONCE:
-            await _send(lane, commands, keys)
+            await _send(connections, commands, keys)
             commands, keys = [], []
-    await _send(lane, commands, keys)
+    await _send(connections, commands, keys)
     await deployment.close()
     return time.perf_counter() - started_at_s
 
@@ -145,9 +144,9 @@ async def _announce(store: IndexStore, fence: StreamFence, batch: list[ChunkOper
         await store.events.append(entries)
 
 
-async def _send(lane: RedisLane, commands: list[bytes], keys: list[bytes]) -> None:
+async def _send(connections: ConnectionGroup, commands: list[bytes], keys: list[bytes]) -> None:
     if commands:
-        for reply in await lane.exchange(commands, keys):
+        for reply in await connections.exchange(commands, keys):
             checked(reply)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from kvpool_server.loops import poll_grpc_directly
+from kvpool_server.process import poll_grpc_directly
 
 _METHOD = "/kvpool.bench/Echo"
 _ANSWER = bytes(103)  # what one run at one node takes

@@ -24,9 +24,9 @@ from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.grid import ShardGrid
 from kvpool_index.adapters.redis_reads import group_key
-from kvpool_index.core.groups import group_reads
-from kvpool_server.loops import poll_grpc_directly
+from kvpool_index.core.entries import group_reads
 from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
+from kvpool_server.process import poll_grpc_directly
 
 CHUNKS = 512
 _WARM_UP = 200

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from kvpool_server.loops import poll_grpc_directly
+from kvpool_server.process import poll_grpc_directly
 
 _METHOD = "/kvpool.v1.IndexService/MatchStream"
 

@@ -47,9 +47,9 @@ from kvpool.wire.frames import MAX_MESSAGE_BYTES, BulkFrame
 from kvpool_pagestore.bulk_servicer import PageTransferServicer
 from kvpool_pagestore.ports import PageMetadata
 from kvpool_pagestore.ports_bulk import ReadGrant
-from kvpool_server.bulk import BulkServer
 from kvpool_server.listen import TcpAddress
 from kvpool_server.process import tune_process
+from kvpool_server.server import BulkServer
 
 MIB = 1 << 20
 SPEC = KeyspaceSpec(

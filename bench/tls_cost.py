@@ -33,7 +33,7 @@ from kvpool.client.tls import TlsCredentials, TlsFiles
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.outcome import Admission
 from kvpool.core.page import page_bytes
-from kvpool_server.loops import poll_grpc_directly
+from kvpool_server.process import poll_grpc_directly
 from tests.e2e.service_processes import Process
 from tests.fixtures.certificates import Authority
 

@@ -10,7 +10,7 @@ from bench.index_fill import MadeChains, announce_all, fill_redis
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind
 from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.adapters.redis_store import RedisIndexStore
-from kvpool_index.core.groups import group_reads
+from kvpool_index.core.entries import group_reads
 from kvpool_index.ports import StreamFence
 from tests.fixtures.redis_server import running_redis
 from tests.fixtures.redis_topologies import RedisCluster, ask, facts

@@ -14,12 +14,11 @@ from kvpool.core.cluster import NodeInfo, NodeKind
 from kvpool.core.errors import StoreUnavailable
 from kvpool.core.location_digest import fingerprint, holding, range_of
 from kvpool.testing import eventually
+from kvpool_index.adapters.redis_cluster import slot_of
 from kvpool_index.adapters.redis_reads import group_key
-from kvpool_index.adapters.redis_slots import slot_of
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.adapters.redis_wire import Connection
-from kvpool_index.core.entries import Operation
-from kvpool_index.core.groups import ChunkOperation, GroupRead
+from kvpool_index.core.entries import ChunkOperation, GroupRead, Operation
 from kvpool_index.ports import StreamFence
 from tests.fixtures.index_node import Chain, FakeNode, open_keyspace
 from tests.fixtures.index_server import running_index

@@ -175,7 +175,7 @@ async def test_a_server_that_is_no_master_is_not_used(redis_sentinels: RedisSent
     replica = next(server for server in redis_sentinels.servers if server is not redis_sentinels.master())
     async with lying_sentinel(replica) as url:
         store = RedisIndexStore(url, timeout_s=PATIENCE_S)
-        with pytest.raises(StoreUnavailable, match="it is no master but a slave"):
+        with pytest.raises(StoreUnavailable, match="it is not a master but a slave"):
             await store.ping()
         await store.close()
 
@@ -200,7 +200,7 @@ def packed_list(*words: str) -> bytes:
     return f"*{len(words)}\r\n".encode() + b"".join(f"${len(word)}\r\n{word}\r\n".encode() for word in words)
 
 
-async def test_servers_that_are_something_else_are_told_so(redis_sentinels: RedisSentinels) -> None:
+async def test_servers_that_are_something_else_are_refused_with_the_cause(redis_sentinels: RedisSentinels) -> None:
     server = redis_sentinels.master()
     hosts = f"127.0.0.1:{server.port}"
     for url, cause in (
@@ -213,7 +213,7 @@ async def test_servers_that_are_something_else_are_told_so(redis_sentinels: Redi
         await store.close()
     async with lying_sentinel(server, facts=()) as url:
         store = RedisIndexStore(url, timeout_s=PATIENCE_S)
-        with pytest.raises(StoreUnavailable, match="is no Sentinel, by its answer"):
+        with pytest.raises(StoreUnavailable, match="is not a Sentinel, by its answer"):
             await store.ping()
         await store.close()
 

@@ -18,11 +18,11 @@ from kvpool.core.page import PageKey, page_bytes, seal, verify
 from kvpool_pagestore.bulk_servicer import BulkLimits, PageTransferServicer
 from kvpool_pagestore.ports import PageMetadata
 from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
-from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors.auth import DefaultTenantAuthenticator, SyncAuth, current_identity
 from kvpool_server.interceptors.errors import SyncErrors
-from kvpool_server.interceptors.metrics import RequestMetrics, SyncMetrics
+from kvpool_server.interceptors.telemetry import RequestMetrics, SyncMetrics
 from kvpool_server.listen import TcpAddress
+from kvpool_server.server import BulkServer
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(2, 2, 64),), dtype=Dtype.BF16, chunk_tokens=256)
 KEYSPACE = keyspace_id(encode_keyspace("tenant", SPEC))

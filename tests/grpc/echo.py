@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
 from kvpool.core import errors
-from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors import (
     CallLimits,
     DeadlinePolicy,
@@ -25,7 +24,7 @@ from kvpool_server.interceptors import (
 )
 from kvpool_server.interceptors.wrapping import Metadata
 from kvpool_server.listen import TcpAddress
-from kvpool_server.server import ControlServer
+from kvpool_server.server import BulkServer, ControlServer
 from tests.fixtures.patience import PATIENCE_S
 
 SERVICE = "test.Echo"

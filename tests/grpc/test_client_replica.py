@@ -11,9 +11,9 @@ from kvpool.core.errors import ServiceUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.testing import ManualClock, eventually
 from kvpool.wire.convert_keyspace import spec_from_proto
-from kvpool_index import engine_watch
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
+from kvpool_index.engine import watch as engine_watch
 from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
 from tests.fixtures.index_node import Chain, FakeNode, of_rank, open_keyspace, spec
 from tests.fixtures.index_server import RunningIndex, running_index

@@ -269,3 +269,25 @@ async def test_info_health_and_reflection(index: RunningIndex) -> None:
     names = {each.name for each in (await call.read()).list_services_response.service}
     assert "kvpool.v1.IndexService" in names
     call.cancel()
+
+
+async def test_a_node_that_ended_its_lease_has_no_locations_whenever_the_index_looks(index: RunningIndex) -> None:
+    chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+    await node.announce(chain.added(range(4)))
+    await node.end()
+    change = chain.change(0)
+    location = common_pb2.Location(
+        node_id=node.node_id, incarnation=node.incarnation, tier=common_pb2.TIER_STAGING, shards=GRID
+    )
+    stale = index_pb2.StaleLocation(
+        keyspace_id=change.keyspace_id,
+        chunk_hash=change.chunk_hash,
+        group_head_hash=change.group_head_hash,
+        location=location,
+    )
+    report = index_pb2.ReportStaleRequest(locations=[stale])
+    drop = index_pb2.DropKeyspaceLocationsRequest(keyspace_id=chain.keyspace, node_id=node.node_id)
+    for _ in range(2):
+        assert list((await index.stub.ReportStale(report)).removed) == [False]
+        assert (await index.stub.DropKeyspaceLocations(drop)).chunk_count == 0
+        await index.stub.ListNodes(index_pb2.ListNodesRequest())  # reads the ended node's record from the store

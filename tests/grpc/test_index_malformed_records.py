@@ -30,8 +30,8 @@ MALFORMED_INFOS = [
 
 
 async def put(store: RedisIndexStore, *words: bytes) -> None:
-    lane = store.deployment.lane()
-    await lane.call(words[1], *words)
+    connections = store.deployment.connection_group()
+    await connections.call(words[1], *words)
 
 
 def malformed(index: RunningIndex, kind: str) -> float:
@@ -75,11 +75,11 @@ async def _spoil(store: RedisIndexStore, chain: Chain) -> None:
     await put(store, b"HSET", b"kvpool:{k}:names:default", b"\xff", bytes(40))
     await put(store, b"HSET", b"kvpool:{k}:policies", chain.keyspace, b"x")
     await put(store, b"SET", b"kvpool:{k}:policy-version", b"none")
-    lane, field = store.deployment.lane(), chain.hashes[1][:8]
-    for key in await lane.call(b"*", b"KEYS", b"kvpool:*"):
+    connections, field = store.deployment.connection_group(), chain.hashes[1][:8]
+    for key in await connections.call(b"*", b"KEYS", b"kvpool:*"):
         with contextlib.suppress(StoreUnavailable):  # not a hash
-            if await lane.call(key, b"HEXISTS", key, field):
-                await lane.call(key, b"HSET", key, field, b"abc")
+            if await connections.call(key, b"HEXISTS", key, field):
+                await connections.call(key, b"HSET", key, field, b"abc")
 
 
 async def test_a_record_that_is_spoiled_later_is_passed_over() -> None:

@@ -11,7 +11,7 @@ from kvpool.testing import ManualClock, eventually
 from kvpool.v1 import common_pb2, index_pb2
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.groups import GroupRead
+from kvpool_index.core.entries import GroupRead
 from tests.fixtures.index_node import (
     DISK,
     GPU,

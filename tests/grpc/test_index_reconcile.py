@@ -17,8 +17,7 @@ from kvpool.v1 import index_pb2
 from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.redis_store import RedisIndexStore
-from kvpool_index.core.entries import EVERY_SHARD, Operation
-from kvpool_index.core.groups import ChunkOperation, NodeEntry
+from kvpool_index.core.entries import EVERY_SHARD, ChunkOperation, NodeEntry, Operation
 from kvpool_index.ports import IndexStore
 from tests.fixtures.index_node import DISK, GRID, STAGING, TIMEOUT_S, Chain, FakeNode, open_keyspace, refusal, spec
 from tests.fixtures.index_server import RunningIndex, running_index

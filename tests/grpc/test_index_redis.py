@@ -15,7 +15,7 @@ from kvpool.v1 import index_pb2
 from kvpool.wire.status import error_from_rpc
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.groups import GroupRead
+from kvpool_index.core.entries import GroupRead
 from tests.fixtures.index_node import TIMEOUT_S, Chain, FakeNode, open_keyspace, refusal
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.redis_server import RedisServer, running_redis

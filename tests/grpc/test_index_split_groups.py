@@ -11,9 +11,8 @@ from kvpool.client.index import IndexClient
 from kvpool.core.errors import InvalidRequest, LeaseLost, StaleIncarnation
 from kvpool.core.location_digest import PART_COUNT, PartSpan, SplitGroup, fingerprint, holding, part_of, range_of
 from kvpool.v1 import index_pb2
-from kvpool_index import engine_reconcile
-from kvpool_index.core.entries import EVERY_SHARD, Operation
-from kvpool_index.core.groups import SPLIT_CHUNKS, ChunkOperation
+from kvpool_index.core.entries import EVERY_SHARD, SPLIT_CHUNKS, ChunkOperation, Operation
+from kvpool_index.engine import announce
 from kvpool_index.ports import IndexStore
 from tests.fixtures.index_node import GRID, TIMEOUT_S, Chain, FakeNode, open_keyspace, refusal
 from tests.fixtures.index_server import RunningIndex
@@ -203,7 +202,7 @@ async def test_a_replaced_range_leaves_split_groups_alone(index: RunningIndex, s
 async def test_many_split_groups_are_named_in_several_answers(
     index: RunningIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_reconcile, "_GROUPS_AT_ONCE", 1)
+    monkeypatch.setattr(announce, "_GROUPS_AT_ONCE", 1)
     keyspace, node = await open_keyspace(index.stub), await FakeNode(index.stub).register()
     fans = [Fan(keyspace, secrets.token_bytes(14) + b"\x12\x34", SPLIT_CHUNKS + 1) for _ in range(9)]
     for fan in fans:

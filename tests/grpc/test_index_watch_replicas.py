@@ -11,7 +11,7 @@ from kvpool.v1 import index_pb2
 from kvpool.wire.convert_watch import index_event_from_proto
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.watching import Interest
+from kvpool_index.core.events import Interest
 from tests.fixtures.index_node import Chain, FakeNode, open_keyspace
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.grpc.test_index_watch import Watching
@@ -147,14 +147,13 @@ async def test_sixty_four_watchers_share_one_reader_and_one_conversion(
 
 
 async def test_a_batch_is_the_same_object_for_all_who_want_the_same() -> None:
-    from kvpool_index.core.events import Position
-    from kvpool_index.core.watching import EntryNews
+    from kvpool_index.core.events import EntryEvents, Position
 
     def event(keyspace: bytes) -> ChunkEvent:
         return ChunkEvent(keyspace=keyspace, chunk_hash=b"c" * 16, group_head_hash=b"g" * 16, locations=(), version=1)
 
     owned = [("red", event(b"a" * 16)), ("red", event(b"b" * 16)), ("blue", event(b"c" * 16))]
-    news = EntryNews(owned, Position(("0-0",)), Position(("1-0",)))
+    news = EntryEvents(owned, Position(("0-0",)), Position(("1-0",)))
     assert news.batch(Interest("red", b"")) is news.batch(Interest("red", b""))
     assert news.batch(Interest("green", b"")) is None
     picked = news.batch(Interest("red", b"b" * 16))

@@ -14,12 +14,11 @@ from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind, RegistrationAttempt, ResyncEvent
 from kvpool.core.errors import StartupFailed, StoreUnavailable
 from kvpool.testing import eventually
-from kvpool_index.adapters.redis_layout import LAYOUT
+from kvpool_index.adapters.redis_link import LAYOUT
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.entries import EVERY_SHARD, Entry, Operation, decode_value
+from kvpool_index.core.entries import EVERY_SHARD, ChunkOperation, Entry, GroupRead, Operation, decode_value
 from kvpool_index.core.events import ORIGIN, unpack_chunks, unpack_node
-from kvpool_index.core.groups import ChunkOperation, GroupRead
 from tests.fixtures import recorded_redis
 from tests.fixtures.index_server import running_index
 from tests.fixtures.pagestore import SPEC, TENANT

@@ -19,9 +19,9 @@ from kvpool.wire.frames import BulkFrame
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
 from kvpool_pagestore.bulk_servicer import PageTransferServicer, WriteMessage
 from kvpool_pagestore.ports import PullItem, RemoteSource
-from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors.errors import SyncErrors
 from kvpool_server.listen import TcpAddress
+from kvpool_server.server import BulkServer
 from tests.fixtures.redis_server import free_port
 from tests.grpc.bulk_gateway import INCARNATION, KEYSPACES, METADATA, SPEC, MemoryGateway, bulk_server, key, sealed_page
 

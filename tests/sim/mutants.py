@@ -16,8 +16,8 @@ import kvpool_pagestore.engine_pulls
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError
 from kvpool_index.adapters.memory import MemoryLocationStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
-from kvpool_index.engine_announce import AnnounceService
-from kvpool_index.engine_keyspaces import KeyspaceService
+from kvpool_index.engine.announce import AnnounceService
+from kvpool_index.engine.keyspaces import KeyspaceService
 from kvpool_pagestore.core.events import DiskChanged
 from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.segments import SegmentTable

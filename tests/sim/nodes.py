@@ -12,10 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET
 from kvpool_index.config import IndexConfig
-from kvpool_index.engine import IndexEngine
+from kvpool_index.engine.index import IndexEngine
 from kvpool_index.metrics import IndexMetrics
-from kvpool_index.servicer import IndexServicer
-from kvpool_index.servicer_hot import add_index_servicer
+from kvpool_index.servicer import IndexServicer, add_index_servicer
 from tests.sim.calls import CALLER
 from tests.sim.loop import SimLoop
 from tests.sim.network import Network

@@ -19,8 +19,8 @@ from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.nodes import Renewal
-from kvpool_index.engine import IndexEngine
-from kvpool_index.engine_announce import AnnounceStream
+from kvpool_index.engine.announce import AnnounceStream
+from kvpool_index.engine.index import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from tests.fixtures.virtual_time import VirtualTimeLoop
 

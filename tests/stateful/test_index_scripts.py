@@ -13,8 +13,7 @@ from kvpool.core.location_digest import range_of
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.redis_store import RedisIndexStore
-from kvpool_index.core.entries import Operation, TierMasks
-from kvpool_index.core.groups import SPLIT_CHUNKS, ChunkOperation, GroupRead
+from kvpool_index.core.entries import SPLIT_CHUNKS, ChunkOperation, GroupRead, Operation, TierMasks
 from kvpool_index.ports import IndexStore, StreamFence
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.redis_server import RedisServer

@@ -20,10 +20,9 @@ from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.entries import MAX_ENTRIES, decode_value
-from kvpool_index.core.groups import GroupRead
+from kvpool_index.core.entries import MAX_ENTRIES, GroupRead, decode_value
 from kvpool_index.core.replacement import BucketSpan
-from kvpool_index.engine import IndexEngine
+from kvpool_index.engine.index import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_server.node.announce_queue import AnnounceBatch, AnnounceQueue
 from kvpool_server.node.chunk_directory import ChunkDirectory

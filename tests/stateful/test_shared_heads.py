@@ -23,7 +23,7 @@ from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.replacement import BucketSpan
-from kvpool_index.engine import IndexEngine
+from kvpool_index.engine.index import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_server.node import reconciler
 from kvpool_server.node.announce_queue import AnnounceQueue

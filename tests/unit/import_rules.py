@@ -23,7 +23,7 @@ WIRE = ("kvpool.wire", "kvpool.v1", *GRPC)
 NODE = ("kvpool_server.node",)
 GPU_CLIENT = Rule(may_import=(*CORE, *WIRE, "kvpool.client", "kvpool.cuda", "numpy"), inside_functions=("torch",))
 # The part of kvpool_server that knows no gRPC: bounded threads, background tasks, locks, descriptors, logs.
-RUNTIME = tuple(f"kvpool_server.{name}" for name in ("executor", "tasks", "flock", "fds", "logs"))
+RUNTIME = tuple(f"kvpool_server.{name}" for name in ("tasks", "flock", "fds", "logs"))
 
 # A row is a module, or with ".*" a module and all below it, or with "*" all that begin so. The longest fit counts.
 RULES: dict[str, Rule] = {
@@ -66,13 +66,13 @@ RULES: dict[str, Rule] = {
     "kvpool.cli.bench_serve.counters": Rule(may_import=("kvpool.cli", "aiohttp", "prometheus_client")),
     "kvpool.cli.bench_serve.plots": Rule(may_import=("kvpool.cli", "matplotlib")),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
-    "kvpool_server.tracing": Rule(may_import=(*CORE, "kvpool.tracing.process", "kvpool_server", "prometheus_client")),
+    "kvpool_server.metrics": Rule(may_import=(*CORE, "kvpool.tracing.process", "kvpool_server", "prometheus_client")),
     # A node's side of the index: an engine has no use for it.
     "kvpool_server.node.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.node.replica*": Rule(may_import=(*CORE, *NODE, "numpy"), pure=True),
     "kvpool_server.node.replica_feed": Rule(may_import=(*CORE, *NODE, "kvpool.client")),
     "kvpool_server.*": Rule(may_import=(*CORE, *WIRE, "grpc_health", "grpc_reflection", "prometheus_client")),
-    "kvpool_server.loops": Rule(inside_functions=("uvloop",)),
+    "kvpool_server.process": Rule(inside_functions=("uvloop",)),
     "tests.*": Rule(free=True),
     "bench.*": Rule(free=True),
     "demo.*": Rule(free=True),
@@ -84,7 +84,7 @@ ENGINE = Rule(may_import=(*CORE, *RUNTIME, "{X}.core", "{X}.ports", "{X}.metrics
 SERVICER = Rule(may_import=(*CORE, *RUNTIME, *WIRE, "kvpool_server.session_stream", "{X}", "numpy"))
 WIRING = Rule(may_import=(*CORE, *WIRE, "{X}", "kvpool_server", "kvpool.client", "prometheus_client"))
 SERVICE_RULES: dict[str, Rule] = {
-    "{X}": Rule(may_import=("kvpool_server.loops",)),  # what must be said before gRPC is imported
+    "{X}": Rule(may_import=("kvpool_server.process",)),  # what must be said before gRPC is imported
     "{X}.core.*": Rule(may_import=(*CORE, "numpy", "blake3", "xxhash"), pure=True),
     "{X}.ports.*": Rule(may_import=(*CORE, "{X}.core", "numpy")),
     "{X}.config.*": Rule(
@@ -110,7 +110,7 @@ SERVICE_RULES: dict[str, Rule] = {
     "{X}.bulk_*": SERVICER,  # the page streams, off the event loop
     "{X}.main": WIRING,
     "{X}.main_*": WIRING,  # parts of it
-    "{X}.*": ENGINE,  # `engine` and the modules that it is cut into
+    "{X}.*": ENGINE,  # `engine`: a package, or modules whose names begin so
     # The agent's session stream and its messages are the larger part of its servicer.
     "kvpool_gpuagent.stream": SERVICER,
     "kvpool_gpuagent.messages": SERVICER,

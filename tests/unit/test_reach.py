@@ -31,7 +31,7 @@ UNUSED_ON_PURPOSE: Mapping[str, str] = {
     "kvpool_server/fds.py:FdServer.connection_count": "seen by tests: how many connections are held",
     "kvpool_server/fds.py:PeerCredentials.gid": "one of the three numbers that the kernel gives",
     "kvpool_index/core/entries.py:encode_entry": "what decode_value reads, for tests and bench/",
-    "kvpool_index/engine.py:IndexEngine.watch_reader": "seen by tests: how far the log was read",
+    "kvpool_index/engine/index.py:IndexEngine.watch_reader": "seen by tests: how far the log was read",
     "kvpool/cli/replay_trace.py:Trace.unique_blocks": "what bench/ gives capacities as shares of",
     "kvpool_pagestore/core/page_table.py:PageTable.ready_pages": "what models and the simulator compare with",
 }

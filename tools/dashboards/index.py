@@ -83,7 +83,7 @@ TRUTH = Row(
         ),
         Panel(
             title="Repaired",
-            description="Ranges that nodes told as a whole, and what was wrong in them.",
+            description="Ranges that nodes sent as a whole, and what was wrong in them.",
             queries=(
                 Query(rate("kvpool_index_replaced_ranges_total", where=HERE), "ranges replaced"),
                 Query(rate("kvpool_index_surplus_locations_removed_total", where=HERE), "surplus chunks removed"),

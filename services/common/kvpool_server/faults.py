@@ -5,7 +5,7 @@
 | action | at the N-th reach |
 |---|---|
 | `kill` | the process ends at once, as by SIGKILL |
-| `stop` | it stops, as by SIGSTOP, until somebody continues it |
+| `stop` | it stops, as by SIGSTOP, until SIGCONT |
 | `fail`, `fail=REASON` | the step raises the error of that reason (`STORE_FAULT`) |
 | `delay=SECONDS` | the thread that takes the step sleeps |
 
@@ -47,7 +47,7 @@ def _parse(wish: str) -> tuple[str, Callable[[], None]]:
     action, _, count = rest.partition(":")
     kind, _, argument = action.partition("=")
     if name not in POINTS:
-        raise StartupFailed(f"{FAULT_VARIABLE} names {name!r}, which is no fault point; there are {', '.join(POINTS)}")
+        raise StartupFailed(f"{FAULT_VARIABLE} names {name!r}, not a fault point; there are {', '.join(POINTS)}")
     if count and not (count.isascii() and count.isdigit() and int(count)):
         raise StartupFailed(f"{FAULT_VARIABLE} counts reaches from 1, not {count!r}: NAME:ACTION[:N]")
     return name, _at_reach(int(count or 1), _act(name, kind, argument))
@@ -76,7 +76,7 @@ def _act(name: str, kind: str, argument: str) -> Callable[[], None]:
 
 
 def _at_reach(count: int, act: Callable[[], None]) -> Callable[[], None]:
-    reached = itertools.count(1)  # counts right whichever threads reach the point
+    reached = itertools.count(1)  # thread-safe
 
     def at_reach() -> None:
         if next(reached) == count:

@@ -66,8 +66,8 @@ OfferHandler = Callable[[PeerCredentials, bytes, int, int, int], None]
 class FdServer:
     """Listens on a unix socket of mode 0600 and hands descriptors out and in.
 
-    `on_offer` None: offers are refused. `allowed_uids`: besides our own user. `group_access`: whoever the kernel lets
-    write to a socket of mode 0660, instead. Use from one event loop.
+    `on_offer` None: offers are refused. `allowed_uids`: besides our own user. `group_access`: those whom the kernel
+    lets write to a socket of mode 0660, instead. Use from one event loop.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class FdServer:
         finally:
             os.umask(old_umask)
         if len(self._allowed_uids) > 1:
-            self._path.chmod(0o666)  # other users may connect, and are told apart by their credentials
+            self._path.chmod(0o666)  # other users may connect, and are checked by their credentials
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
@@ -158,7 +158,7 @@ class FdServer:
         loop.call_later(0.1, resume)
 
     def _answer(self, peer: PeerCredentials, request: FdRequest, fds: list[int]) -> FdGrant | None:
-        """Do what a request asks; takes out of `fds` what somebody owns now. Raises KvPoolError."""
+        """Do what a request asks; takes out of `fds` what has an owner now. Raises KvPoolError."""
         if request.kind is FdKind.FETCH:
             if fds:
                 raise InvalidRequest("a FETCH carries no descriptor")
@@ -199,7 +199,7 @@ class _Connection:
         self._loop.add_reader(peer_socket, self._readable)
 
     def close(self) -> None:
-        """Drop the connection and every descriptor that nobody took."""
+        """Drop the connection and every descriptor that was not taken."""
         self._timer.cancel()
         self._loop.remove_reader(self._socket)
         self._socket.close()

@@ -25,7 +25,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _STATUS_NAMES = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
 
 _FRAME_HEADER_BYTES = 9
-_MAX_FRAME_BYTES = 1 << 14  # what a peer may send before it was told of another limit
+_MAX_FRAME_BYTES = 1 << 14  # what a peer may send before it is given another limit
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY = 0, 1, 3, 4, 6, 7
 _END_STREAM = _ACK = 0x1
 _END_HEADERS = 0x4
@@ -103,7 +103,7 @@ def _read_answer(connection: socket.socket, deadline_s: float) -> bytes:
         length = int.from_bytes(header[:3], "big")
         kind, flags, stream = struct.unpack(">BBI", header[3:])
         if length > _MAX_FRAME_BYTES:
-            raise ProbeFailed(f"a frame of {length} bytes: this is no gRPC server")
+            raise ProbeFailed(f"a frame of {length} bytes: this is not a gRPC server")
         payload = _read(connection, length, deadline_s)
         if kind in (_SETTINGS, _PING) and not flags & _ACK:
             connection.sendall(_frame(kind, _ACK, 0, payload if kind == _PING else b""))
@@ -130,16 +130,16 @@ def _read(connection: socket.socket, size_bytes: int, deadline_s: float) -> byte
 
 
 def _status_name(body: bytes) -> str:
-    """Of a HealthCheckResponse, whose only field is 1, the status."""
+    """Return the name of the status in a HealthCheckResponse, whose only field is 1."""
     message = body[_GRPC_PREFIX_BYTES:]
     if not body:
         return "refused"
     if len(body) < _GRPC_PREFIX_BYTES:
-        raise ProbeFailed("the answer is no message")
+        raise ProbeFailed("the answer is not a message")
     if not message:  # the default is not sent
         return _STATUS_NAMES[0]
     if message[0] != 0x08 or len(message) != 2:
-        raise ProbeFailed("the answer is no HealthCheckResponse")
+        raise ProbeFailed("the answer is not a HealthCheckResponse")
     return _STATUS_NAMES.get(message[1], f"status {message[1]}")
 
 

@@ -2,15 +2,20 @@
 
 Exit codes: 0 stopped as asked; 1 crashed, or did not drain in time; 2 could not start (one line on stderr says why
 and what to do); 128 + n ended at once by a second signal n.
+
+The ready file says which ports a service took, and that it serves: a JSON object with at least `pid`, `endpoint`
+(host:port of the control service) and `metrics_url`; services may add more. It appears whole or not at all.
 """
 
 import asyncio
+import json
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Final
 
 from kvpool.core.errors import StartupFailed
@@ -137,3 +142,25 @@ def _exit_now(code: int) -> None:
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)
+
+
+def clear_ready_file(path: Path | None) -> None:
+    """Remove what an earlier run left, so that it is not taken for ours. Call before anything else is started."""
+    if path is None:
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StartupFailed(f"cannot replace ready file {path}: {error.strerror}; configure another path") from error
+
+
+def write_ready_file(path: Path | None, **values: str | int) -> None:
+    """Publish the values and this process's id. Nothing happens without a path. Raises StartupFailed."""
+    if path is None:
+        return
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        hidden.write_text(json.dumps({"pid": os.getpid(), **values}, indent=1) + "\n", encoding="utf-8")
+        hidden.replace(path)
+    except OSError as error:
+        raise StartupFailed(f"cannot write ready file {path}: {error.strerror}; configure another path") from error

@@ -14,7 +14,7 @@ _MAX_UNIX_PATH_BYTES: Final = 107  # sun_path without its final NUL
 
 _WILDCARDS: Final = ("0.0.0.0", "::")
 
-_CURES: Final = {
+_REMEDIES: Final = {
     errno.EADDRINUSE: "it is in use; stop the process that listens there or configure another port",
     errno.EACCES: "permission denied; configure a port above 1023, or a directory this user may write",
     errno.EADDRNOTAVAIL: "no interface of this host has that address; configure one that exists, or 0.0.0.0",
@@ -50,8 +50,8 @@ def advertised_host(listen_host: str, advertise_host: str) -> str:
 
 def startup_error(address: object, error: OSError) -> StartupFailed:
     """Say which address cannot be listened on, why, and what to do."""
-    cure = _CURES.get(error.errno or 0, f"{os.strerror(error.errno) if error.errno else error}")
-    return StartupFailed(f"cannot listen on {address}: {cure}")
+    remedy = _REMEDIES.get(error.errno or 0, f"{os.strerror(error.errno) if error.errno else error}")
+    return StartupFailed(f"cannot listen on {address}: {remedy}")
 
 
 def check_tcp(address: TcpAddress) -> None:

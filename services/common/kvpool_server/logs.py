@@ -67,7 +67,7 @@ def configure_logs(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.value.upper())
-    # grpc.aio tells of every event that it polls; at level debug nothing else could be found.
+    # grpc.aio logs every event that it polls, which at level debug would hide everything else.
     logging.getLogger("grpc").setLevel(max(logging.INFO, root.level))
     logging.captureWarnings(True)
 
@@ -107,7 +107,7 @@ def _text(value: object) -> str:
 
 
 def _logfmt(value: object) -> str:
-    """One value on one line: quoted where a reader could not tell its end."""
+    """One value on one line: quoted where its end would not be clear."""
     text = _text(value)
     if text and text.isprintable() and not any(char in ' "=' for char in text):
         return text

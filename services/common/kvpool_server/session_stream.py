@@ -58,7 +58,7 @@ class SessionPhase(Enum):
     UNOPENED = auto()  # no message has come
     OPENING = auto()  # `open` is being worked on
     OPEN = auto()
-    ENDED = auto()  # by whichever side
+    ENDED = auto()  # by either side
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class SessionMachine:
         return Begin(role, message)
 
     def answered(self) -> None:
-        """The peer gets an answer; what it says from now on is heard."""
+        """The peer gets an answer; from now on its messages prove that it is alive."""
         if self._peer_waits:
             self._peer_waits = False
             self._liveness.beat()
@@ -148,7 +148,7 @@ class SessionMachine:
         self._unfinished -= 1
 
     def check(self, now_s: float) -> SessionEvent | None:
-        """To be asked every `check_s`: the end of a stream whose peer is silent."""
+        """Return the end of a stream whose peer is silent. Call it every `check_s`."""
         expired = self._liveness.expired(now_s)
         if self._peer_waits:
             self._liveness.beat()
@@ -186,7 +186,7 @@ class SessionHandler(Protocol[RequestContraT, ResponseCoT]):
         ...
 
     def span(self, request: RequestContraT) -> Span:
-        """The span of a request; `handle` says in it how it went."""
+        """Return the span of a request; `handle` records the outcome in it."""
         ...
 
     async def ended(self) -> KvPoolError:

@@ -37,7 +37,7 @@ class TlsSettings:
     tls_key_file: Annotated[Path | None, "PEM private key of that certificate, without a passphrase"] = None
     tls_ca_file: Annotated[Path | None, "PEM bundle of the CAs that peers' and callers' certificates come from"] = None
     tls_client_auth: Annotated[
-        ClientAuth, "require: callers need a certificate of those CAs (mutual TLS); none: anybody may call"
+        ClientAuth, "require: callers need a certificate of those CAs (mutual TLS); none: callers need none"
     ] = ClientAuth.REQUIRE
     tls_server_name: Annotated[
         str, "name that all servers' certificates must have, instead of the host called; empty: the host"
@@ -55,7 +55,7 @@ class ServiceTls:
         self._client_auth = client_auth
 
     def server(self) -> grpc.ServerCredentials:
-        """For one server."""
+        """Return the credentials for one server."""
         return self.client.server_credentials(require_client_cert=self._client_auth is ClientAuth.REQUIRE)
 
 
@@ -78,7 +78,7 @@ def open_tls(settings: TlsSettings, registry: CollectorRegistry, *, service: str
 
 
 class _Certificates(Collector):
-    """Read at each scrape: so a renewal is seen, and an expiry logged, even where nobody connects."""
+    """Read at each scrape, so that a renewal is seen, and an expiry logged, even without connections."""
 
     def __init__(self, credentials: TlsCredentials, service: str) -> None:
         self._credentials = credentials

@@ -43,19 +43,16 @@ from kvpool_server.interceptors import (
     aio_interceptors,
     current_identity,
 )
-from kvpool_server.lifecycle import Stop, run_service
+from kvpool_server.lifecycle import Stop, clear_ready_file, run_service, write_ready_file
 from kvpool_server.listen import TcpAddress, advertised_host
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
-from kvpool_server.loops import fast_loop_factory
-from kvpool_server.metrics import new_registry, start_metrics_server
+from kvpool_server.metrics import new_registry, open_service_tracer, start_metrics_server
 from kvpool_server.node.chunk_directory import NoLocations
 from kvpool_server.node.node_link import NodeLink
 from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
-from kvpool_server.process import die_with_parent, tune_process
-from kvpool_server.ready import clear_ready_file, write_ready_file
+from kvpool_server.process import die_with_parent, fast_loop_factory, tune_process
 from kvpool_server.server import ControlServer
 from kvpool_server.tls import ServiceTls, open_tls
-from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
 

@@ -15,11 +15,10 @@ from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, secret_from_file_conte
 from kvpool.v1 import index_pb2
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.engine import IndexEngine
+from kvpool_index.engine.index import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
-from kvpool_index.servicer import IndexServicer
-from kvpool_index.servicer_hot import add_index_servicer
+from kvpool_index.servicer import IndexServicer, add_index_servicer
 from kvpool_server.config import describe, load_config
 from kvpool_server.interceptors import (
     CallLimits,
@@ -29,17 +28,14 @@ from kvpool_server.interceptors import (
     aio_interceptors,
     current_identity,
 )
-from kvpool_server.lifecycle import Stop, run_service
+from kvpool_server.lifecycle import Stop, clear_ready_file, run_service, write_ready_file
 from kvpool_server.listen import TcpAddress
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
-from kvpool_server.loops import fast_loop_factory
-from kvpool_server.metrics import new_registry, start_metrics_server
-from kvpool_server.process import die_with_parent, tune_process
-from kvpool_server.ready import clear_ready_file, write_ready_file
+from kvpool_server.metrics import new_registry, open_service_tracer, start_metrics_server
+from kvpool_server.process import die_with_parent, fast_loop_factory, tune_process
 from kvpool_server.server import ControlServer
 from kvpool_server.tasks import BackgroundTasks
 from kvpool_server.tls import open_tls
-from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +145,7 @@ def _open_store(config: IndexConfig) -> IndexStore:
 
 
 def _tenant_secrets(config: IndexConfig) -> Callable[[str], bytes]:
-    """The secret of each tenant: the only one there is, while everybody is one tenant."""
+    """Return the function that gives a tenant's secret: one secret, because all callers are one tenant."""
     secret = _read_secret(config.tenant_secret_file)
     return lambda tenant: secret
 

@@ -82,7 +82,7 @@ class IndexMetrics:
             "kvpool_index_dead_locations_removed", "Chunks cleaned of nodes that are gone for good.", registry=registry
         )
         self.replaced_ranges = Counter(
-            "kvpool_index_replaced_ranges", "Bucket ranges that nodes told as a whole.", registry=registry
+            "kvpool_index_replaced_ranges", "Bucket ranges that nodes sent as a whole.", registry=registry
         )
         self.replaced_parts = Counter(
             "kvpool_index_replaced_parts", "Parts of split chain groups that nodes sent as a whole.", registry=registry
@@ -112,7 +112,7 @@ class IndexMetrics:
 
 
 class _RedisCollector(Collector):
-    """Reads the counters whenever somebody asks for metrics."""
+    """Reads the counters at each scrape."""
 
     def __init__(self, stats: RedisStats) -> None:
         self._stats = stats
@@ -137,7 +137,7 @@ class _RedisCollector(Collector):
         yield redirections
         malformed = CounterMetricFamily(
             f"{name}_malformed_records",
-            "Reads of a record that no index wrote, by kind; it is passed over, as if it were not there.",
+            "Reads of a record that no index wrote, by kind; it is skipped, as if it were missing.",
             labels=["kind"],
         )
         for kind, count in stats.malformed.items():
@@ -146,7 +146,7 @@ class _RedisCollector(Collector):
         yield GaugeMetricFamily(f"{name}_masters", "Masters that share the keys; 0: not known yet.", stats.masters)
         yield GaugeMetricFamily(f"{name}_masters_up", "Masters that answered when last asked.", stats.masters_up)
         problems = GaugeMetricFamily(
-            f"{name}_problem", "1 if a master is not set up as the index needs it; the log tells more.", labels=["kind"]
+            f"{name}_problem", "1 if a master is not set up as the index needs it; see the log.", labels=["kind"]
         )
         for problem in PROBLEMS:
             problems.add_metric([problem], float(problem in stats.problems))

@@ -12,8 +12,8 @@ from kvpool.core.cluster import UNNUMBERED, ChainQuery, NodeInfo, RegistrationAt
 from kvpool.core.errors import KvPoolError
 from kvpool.core.location_digest import PartSpan, SplitGroup
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
+from kvpool_index.core.entries import ChunkOperation, GroupRead, NamedChunk, NodeEntry
 from kvpool_index.core.events import ChunkState, LogEntry
-from kvpool_index.core.groups import ChunkOperation, GroupRead, NamedChunk, NodeEntry
 from kvpool_index.core.nodes import NodeRecord, Renewal
 from kvpool_index.core.redis_stats import RedisStats
 
@@ -136,7 +136,7 @@ class LocationStore(Protocol):
         ...
 
     def chunks(self) -> AsyncIterator[list[NamedChunk]]:
-        """All chunks that anybody has, few at a time; one may come twice, and one that comes meanwhile not at all."""
+        """Yield all chunks, a few at a time. A chunk may come twice; one that is added meanwhile may be missing."""
         ...
 
 
@@ -144,7 +144,7 @@ VERSION_AHEAD_US: Final = 24 * 3600 * 1_000_000
 """How far the clocks of two servers of one store may lie apart: bounds incarnations and versions of policies."""
 
 PROCESSES_REMEMBERED: Final = 4
-"""Of each node: the one that registered last, and those before it."""
+"""Processes remembered of each node: the one that registered last, and those before it."""
 
 
 class NodeDirectory(Protocol):
@@ -168,9 +168,9 @@ class NodeDirectory(Protocol):
         Raises InvalidRequest for an incarnation more than VERSION_AHEAD_US ahead of the store's time: the node's next
         start would find no higher one. A stored one that far ahead does not count.
 
-        An attempt that is not above the highest seen of its process changes nothing and is told what was granted last.
+        An attempt that is not above the highest seen of its process changes nothing and gets what was granted last.
         A process that asks for a new incarnation again, after an answer was lost, gets the one that it has. One that a
-        later process has replaced gets StaleIncarnation, as far as the last PROCESSES_REMEMBERED tell.
+        later process has replaced gets StaleIncarnation, if it is one of the last PROCESSES_REMEMBERED.
         """
         ...
 
@@ -198,7 +198,7 @@ class NodeDirectory(Protocol):
         ...
 
     async def ordinal(self, node_id: bytes, incarnation: int) -> int:
-        """Of the incarnation that has the lease. Raises StaleIncarnation, LeaseLost."""
+        """Return the ordinal of the incarnation that has the lease. Raises StaleIncarnation, LeaseLost."""
         ...
 
     async def snapshot(self) -> list[NodeRecord]:
@@ -273,17 +273,17 @@ class PolicyRegistry(Protocol):
     async def restore(self, policies: Sequence[VersionedPolicy]) -> None:
         """Put policies back that the store has lost; one that it has in this version or a newer one stays.
 
-        A version more than VERSION_AHEAD_US ahead of the store's time was given out by no index and is passed over:
+        A version more than VERSION_AHEAD_US ahead of the store's time was given out by no index and is skipped:
         operators could not get above it.
         """
         ...
 
     async def get(self, keyspaces: Sequence[bytes]) -> list[VersionedPolicy]:
-        """Of those keyspaces that have one, in order."""
+        """Return the policies of those keyspaces that have one, in order."""
         ...
 
     async def version(self) -> int:
-        """Of all policies; 0 if there is none, or the store has lost them."""
+        """Return the version of all policies; 0 if there are none, or the store has lost them."""
         ...
 
 

@@ -4,12 +4,13 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import grpc
 
 from kvpool.core import cluster
 from kvpool.core.addresses import peer_host
+from kvpool.core.cluster import ChunkBatch, IndexEvent
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.location_digest import PART_BATCHES
 from kvpool.v1 import index_pb2 as pb
@@ -23,11 +24,11 @@ from kvpool.wire import (
     convert_route,
     versions,
 )
+from kvpool.wire.convert_watch import chunk_batch_to_proto, index_event_to_proto
 from kvpool_index.core.nodes import Renewal
 from kvpool_index.core.replacement import BucketSpan
-from kvpool_index.engine import IndexEngine
-from kvpool_index.servicer_hot import WatchMessages
-from kvpool_index.servicer_matches import MatchAnswers, serve_concurrently
+from kvpool_index.engine.index import IndexEngine
+from kvpool_index.servicer_match import MatchAnswers, serve_concurrently, varint
 from kvpool_server.logs import fields
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ Context: TypeAlias = grpc.aio.ServicerContext[RequestT, ResponseT]
 
 
 class IndexServicer(pb_grpc.IndexServiceServicer):
-    """IndexService. `tenant_of_call` tells the authenticated tenant of the call that is being handled."""
+    """IndexService. `tenant_of_call` returns the authenticated tenant of the current call."""
 
     def __init__(self, engine: IndexEngine, tenant_of_call: Callable[[], str]) -> None:
         self._engine = engine
@@ -85,8 +86,8 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         context: Context[pb.SetKeyspacePolicyRequest, pb.SetKeyspacePolicyResponse],
     ) -> pb.SetKeyspacePolicyResponse:
         policy = convert_policy.policy_from_proto(request.policy)
-        told = await self._engine.set_policy(self._tenant(), request.name, policy)
-        return pb.SetKeyspacePolicyResponse(keyspace_id=told.keyspace, version=told.version)
+        stored = await self._engine.set_policy(self._tenant(), request.name, policy)
+        return pb.SetKeyspacePolicyResponse(keyspace_id=stored.keyspace, version=stored.version)
 
     async def GetKeyspacePolicies(
         self,
@@ -120,8 +121,8 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         attempt = cluster.RegistrationAttempt(process_id=request.process_id, number=request.attempt)
         lease = await self._engine.register_node(info, request.last_incarnation, attempt)
         peer = versions.versions_from_proto(request.version)
-        told = fields(node_id=info.node_id, endpoint=info.endpoint, peer=str(peer), incarnation=lease.incarnation)
-        _log.info("node registered", extra=told)
+        facts = fields(node_id=info.node_id, endpoint=info.endpoint, peer=str(peer), incarnation=lease.incarnation)
+        _log.info("node registered", extra=facts)
         return pb.RegisterNodeResponse(
             incarnation=lease.incarnation,
             lease_ttl_ms=lease.lease_ttl_ms,
@@ -221,7 +222,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         query = convert_cluster.chain_query_from_proto(request, chunks_max=self._max_chunks)
         return convert_cluster.chain_match_to_proto(await self._engine.match(self._tenant(), query))
 
-    async def MatchStream(  # type: ignore[override]  # registered by servicer_hot, with answers in bytes, and written
+    async def MatchStream(  # type: ignore[override]  # see add_index_servicer: answers are bytes, and written
         self,  # by a coroutine, which costs less than a generator
         request_iterator: AsyncIterator[pb.MatchStreamRequest],
         context: Context[pb.MatchStreamRequest, bytes],
@@ -251,7 +252,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         )
         return pb.ReportStaleResponse(removed=await self._engine.report_stale(self._tenant(), stale))
 
-    async def Watch(  # type: ignore[override]  # registered by servicer_hot, with answers in bytes
+    async def Watch(  # type: ignore[override]  # see add_index_servicer: answers are bytes
         self, request: pb.WatchRequest, context: Context[pb.WatchRequest, pb.WatchResponse]
     ) -> AsyncIterator[bytes]:
         keyspace = convert.check_optional_id(request.keyspace_id, "keyspace_id")
@@ -329,3 +330,64 @@ def _renewal(message: pb.LeaseToRenew) -> Renewal:
     load = convert_cluster.node_load_from_proto(message.load) if message.HasField("load") else None
     node_id = convert.check_id(message.node_id, "node_id")
     return Renewal(node_id=node_id, incarnation=message.incarnation, load=load)
+
+
+_KEPT_BATCHES: Final = 64
+_CHUNKS_TAG: Final = bytes([6 << 3 | 2])  # of WatchResponse.chunks
+
+
+class WatchMessages:
+    """Watch events as bytes. A batch that many watchers get is serialized once; only its position is each one's own."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, tuple[ChunkBatch, bytes]] = {}  # by id of the batch, which is kept so that it stays
+
+    def pack(self, event: IndexEvent) -> bytes:
+        """The bytes of a WatchResponse. Fields of a message may come one after the other from anywhere."""
+        batch = event.event
+        if not isinstance(batch, ChunkBatch):
+            return index_event_to_proto(event).SerializeToString()
+        known = self._batches.get(id(batch))
+        if known is None:
+            if len(self._batches) >= _KEPT_BATCHES:
+                del self._batches[next(iter(self._batches))]
+            content = chunk_batch_to_proto(batch).SerializeToString()
+            known = self._batches[id(batch)] = (batch, _CHUNKS_TAG + varint(len(content)) + content)
+        return pb.WatchResponse(position=event.position).SerializeToString() + known[1]
+
+
+def add_index_servicer(servicer: pb_grpc.IndexServiceServicer, server: grpc.aio.Server) -> None:
+    """Register the servicer as generated code does, with methods in `_AS_BYTES` answering in bytes."""
+    catcher = _Catcher()
+    pb_grpc.add_IndexServiceServicer_to_server(servicer, cast(grpc.aio.Server, catcher))
+    handlers = dict(catcher.handlers)
+    for method, rebuild in _AS_BYTES.items():
+        handlers[method] = rebuild(handlers[method])
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(catcher.service, handlers),))
+    server.add_registered_method_handlers(catcher.service, handlers)
+
+
+class _Catcher:
+    """Takes what generated code would register."""
+
+    def __init__(self) -> None:
+        self.service = ""
+        self.handlers: dict[str, Any] = {}
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Not needed: the same handlers come below."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        """What is wanted."""
+        self.service, self.handlers = service, handlers
+
+
+def _watch(handler: Any) -> Any:
+    return grpc.unary_stream_rpc_method_handler(handler.unary_stream, handler.request_deserializer, bytes)
+
+
+def _match_stream(handler: Any) -> Any:
+    return grpc.stream_stream_rpc_method_handler(handler.stream_stream, handler.request_deserializer, bytes)
+
+
+_AS_BYTES: Final[dict[str, Callable[[Any], Any]]] = {"Watch": _watch, "MatchStream": _match_stream}

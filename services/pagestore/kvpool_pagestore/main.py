@@ -33,19 +33,16 @@ from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import IndexLink, NoPlacement, PageStore
 from kvpool_server import flock
 from kvpool_server.config import describe, load_config
-from kvpool_server.executor import BoundedExecutor
 from kvpool_server.interceptors import (
     RequestMetrics,
 )
-from kvpool_server.lifecycle import Stop, run_service
+from kvpool_server.lifecycle import Stop, clear_ready_file, run_service, write_ready_file
 from kvpool_server.listen import TcpAddress, advertised_host
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
-from kvpool_server.loops import fast_loop_factory
-from kvpool_server.metrics import new_registry, start_metrics_server
-from kvpool_server.process import die_with_parent, release_free_memory, tune_process
-from kvpool_server.ready import clear_ready_file, write_ready_file
+from kvpool_server.metrics import new_registry, open_service_tracer, start_metrics_server
+from kvpool_server.process import die_with_parent, fast_loop_factory, release_free_memory, tune_process
+from kvpool_server.tasks import BoundedExecutor
 from kvpool_server.tls import ServiceTls, open_tls
-from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
 

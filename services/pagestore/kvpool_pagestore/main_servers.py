@@ -15,7 +15,6 @@ from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_bulk import EngineBulkGateway
 from kvpool_pagestore.servicer.control import PageStoreServicer
 from kvpool_pagestore.servicer.session import SessionLimits
-from kvpool_server.bulk import BulkServer
 from kvpool_server.fds import FdGrant, FdServer, PeerCredentials
 from kvpool_server.interceptors import (
     DeadlinePolicy,
@@ -26,7 +25,7 @@ from kvpool_server.interceptors import (
     sync_interceptors,
 )
 from kvpool_server.listen import TcpAddress
-from kvpool_server.server import ControlServer
+from kvpool_server.server import BulkServer, ControlServer
 from kvpool_server.tls import ServiceTls
 
 _SERVICES = pagestore_pb2.DESCRIPTOR.services_by_name

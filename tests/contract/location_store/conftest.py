@@ -69,10 +69,10 @@ async def renew(
 async def end_leases(url: str, prefix: str) -> None:
     """Put the end of every lease into the past: Redis's own clock cannot be moved."""
     deployment = open_deployment(url, timeout_s=_TIMEOUT_S, max_in_flight=1)
-    lane, key = deployment.lane(), f"{prefix}:{{n}}:records".encode()
-    flat = await lane.call(key, b"HGETALL", key)
+    connections, key = deployment.connection_group(), f"{prefix}:{{n}}:records".encode()
+    flat = await connections.call(key, b"HGETALL", key)
     for node_id, packed in zip(flat[::2], flat[1::2], strict=True):
         fields = list(_RECORD.unpack(packed))
         fields[4] = time.time_ns() // 1000 - 1000  # Redis runs on this machine, by the same clock
-        await lane.call(key, b"HSET", key, node_id, _RECORD.pack(*fields))
+        await connections.call(key, b"HSET", key, node_id, _RECORD.pack(*fields))
     await deployment.close()

@@ -4,8 +4,7 @@ import secrets
 from collections.abc import Sequence
 
 from kvpool.core.location_digest import RANGE_COUNT, bucket_of, fingerprint, holding, range_of
-from kvpool_index.core.entries import EVERY_SHARD, TierMasks, decode_value
-from kvpool_index.core.groups import GroupRead, NodeEntry
+from kvpool_index.core.entries import EVERY_SHARD, GroupRead, NodeEntry, TierMasks, decode_value
 from kvpool_index.ports import IndexStore
 from tests.contract.location_store.conftest import Harness
 from tests.contract.location_store.test_locations import GRID, KEYSPACE, change, open_stream

@@ -6,8 +6,7 @@ import pytest
 
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind
 from kvpool.core.errors import LeaseLost, StaleIncarnation
-from kvpool_index.core.entries import EVERY_SHARD, Operation, TierMasks, decode_value
-from kvpool_index.core.groups import ChunkOperation, GroupRead
+from kvpool_index.core.entries import EVERY_SHARD, ChunkOperation, GroupRead, Operation, TierMasks, decode_value
 from kvpool_index.ports import IndexStore, StreamFence
 from tests.contract.location_store.conftest import LEASE_MS, Harness
 

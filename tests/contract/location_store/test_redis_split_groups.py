@@ -11,11 +11,10 @@ import pytest
 
 from kvpool.core.location_digest import PART_COUNT, PartSpan, part_of, range_of
 from kvpool.testing import eventually
+from kvpool_index.adapters.redis_cluster import slot_of
 from kvpool_index.adapters.redis_reads import group_key, part_keys, split_groups_key
-from kvpool_index.adapters.redis_slots import slot_of
 from kvpool_index.adapters.redis_store import RedisIndexStore
-from kvpool_index.core.entries import EVERY_SHARD, TierMasks, decode_value
-from kvpool_index.core.groups import SPLIT_CHUNKS, GroupRead
+from kvpool_index.core.entries import EVERY_SHARD, SPLIT_CHUNKS, GroupRead, TierMasks, decode_value
 from kvpool_index.ports import StreamFence
 from tests.contract.location_store.test_digests import told
 from tests.contract.location_store.test_locations import GRID, KEYSPACE, change, open_stream, staging

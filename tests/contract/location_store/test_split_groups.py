@@ -8,8 +8,7 @@ import pytest
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import InvalidRequest, LeaseLost
 from kvpool.core.location_digest import PART_COUNT, PartSpan, SplitGroup, fingerprint, holding, part_of, range_of
-from kvpool_index.core.entries import EVERY_SHARD, TierMasks
-from kvpool_index.core.groups import SPLIT_CHUNKS, NodeEntry
+from kvpool_index.core.entries import EVERY_SHARD, SPLIT_CHUNKS, NodeEntry, TierMasks
 from kvpool_index.ports import IndexStore, StreamFence
 from tests.contract.location_store.conftest import Harness
 from tests.contract.location_store.test_digests import entries, told

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvpool_index.servicer_matches import serve_concurrently
+from kvpool_index.servicer_match import serve_concurrently
 
 
 async def numbers(count: int, taken: list[int] | None = None) -> AsyncIterator[int]:

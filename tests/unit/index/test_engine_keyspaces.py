@@ -11,7 +11,7 @@ from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, K
 from kvpool.core.policy import KeyspacePolicy
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
-from kvpool_index.engine_keyspaces import KeyspaceService
+from kvpool_index.engine.keyspaces import KeyspaceService
 
 DAY_S = 24 * 3600.0
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 2, 64),), dtype=Dtype.FP32, chunk_tokens=32)

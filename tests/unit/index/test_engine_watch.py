@@ -11,7 +11,7 @@ from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.events import ENTRY_BYTES, ENTRY_CHUNKS, ChunkState, pack_entries, unpack_chunks
-from kvpool_index.engine import IndexEngine
+from kvpool_index.engine.index import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from tests.fixtures.virtual_time import run_virtually
 

@@ -10,7 +10,7 @@ from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_cluster import chain_match_from_proto, chain_match_to_proto
 from kvpool.wire.convert_matches import answers_from_proto
-from kvpool_index.servicer_hot import MatchMessages
+from kvpool_index.servicer_match import MatchMessages
 
 NODES = [
     NodeInfo(node_id=bytes([number]) * 16, kind=NodeKind.PAGESTORE, endpoint=f"h:{number}", incarnation=number)
@@ -66,9 +66,9 @@ def test_several_answers_are_the_same_and_name_each_node_once() -> None:
         messages, asked = MatchMessages(), [*answers[first:], *answers[:first]]
         for _ in range(2):
             answer: Any = index_pb2.MatchStreamResponse.FromString(messages.pack_several(7, asked))
-            told = answers_from_proto(answer)
+            received = answers_from_proto(answer)
             assert answer.request_id == 7
-            assert [_comparable(each) for each in told] == [_comparable(each) for each in asked]
+            assert [_comparable(each) for each in received] == [_comparable(each) for each in asked]
             named = [node.node_id for one in (answer, *answer.more) for node in one.match.nodes]
             assert sorted(named) == [node.node_id for node in NODES]
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.cluster import ChainQuery
 from kvpool_index.adapters.redis_reads import read_groups, read_whole_groups
-from kvpool_index.core.groups import GroupRead, group_read, group_reads, part_reads, whole_groups
+from kvpool_index.core.entries import GroupRead, group_read, group_reads, part_reads, whole_groups
 
 KEYSPACE = b"\r\n$8\r\n" + bytes(10)
 

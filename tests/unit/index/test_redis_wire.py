@@ -1,4 +1,4 @@
-"""One connection to Redis, against a peer that answers when it is told to."""
+"""One connection to Redis, against a peer that answers on command."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -104,12 +104,12 @@ async def test_equal_replies_are_told_apart_from_parts_of_them(reply: bytes, cou
     connection.abort("the test ends")
 
 
-async def test_what_is_no_reply_ends_the_connection() -> None:
+async def test_an_invalid_reply_ends_the_connection() -> None:
     connection = Connection()
     connection.connection_made(Unread())
     answer = connection.send(PING * 2, 2, NEVER_S)
     connection.data_received(b"?!?!")
-    with pytest.raises(ConnectionError, match="no reply"):
+    with pytest.raises(ConnectionError, match="invalid reply"):
         await answer
     assert not connection.is_open
 

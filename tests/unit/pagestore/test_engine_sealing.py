@@ -23,7 +23,7 @@ from kvpool_pagestore.engine_push import Purpose
 from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.ports import PushItem
 from kvpool_pagestore.ports_bulk import ReadGrant
-from kvpool_server.executor import BoundedExecutor
+from kvpool_server.tasks import BoundedExecutor
 from tests.fixtures.pagestore import (
     KEYSPACE,
     KEYSPACES,

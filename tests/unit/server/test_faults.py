@@ -41,7 +41,7 @@ def test_a_wish_without_permission_keeps_the_process_from_starting(allow: dict[s
 @pytest.mark.parametrize(
     ("wish", "said"),
     [
-        ("pagestore.nowhere:kill", "is no fault point"),
+        ("pagestore.nowhere:kill", "not a fault point"),
         (f"{_POINT}:kill:0", "counts reaches from 1"),
         (f"{_POINT}:kill:often", "counts reaches from 1"),
         (f"{_POINT}:kill:²", "counts reaches from 1"),

@@ -1,5 +1,6 @@
 """Signals, exit codes and the death of a parent, with real processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.core.errors import StartupFailed
 from kvpool.testing import eventually_sync
+from kvpool_server.lifecycle import clear_ready_file, write_ready_file
 from tests.fixtures.patience import PATIENCE_S
 
 _ROOTS = [str(Path(__file__).parents[3] / root) for root in ("clients/python", "services/common")]
@@ -188,7 +191,7 @@ async def main(stop):
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process executes; one that nobody has waited for yet is dead."""
+    """Whether a process executes; one that is not waited for yet is dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -202,3 +205,32 @@ async def main(stop):
 """)
     output, errors = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, output, errors) == (0, "", "")
+
+
+def test_it_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    path.write_text("of an earlier run")
+    clear_ready_file(path)
+    assert not path.exists()
+    clear_ready_file(path)
+    write_ready_file(path, endpoint="h:1", metrics_url="http://h:2/metrics")
+    assert json.loads(path.read_text()) == {
+        "pid": os.getpid(),
+        "endpoint": "h:1",
+        "metrics_url": "http://h:2/metrics",
+    }
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_without_a_path_nothing_happens() -> None:
+    clear_ready_file(None)
+    write_ready_file(None, endpoint="h:1")
+
+
+def test_faults_are_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupFailed, match="missing"):
+        write_ready_file(tmp_path / "missing" / "ready.json", endpoint="h:1")
+    directory = tmp_path / "directory"
+    directory.mkdir()
+    with pytest.raises(StartupFailed, match="directory"):
+        clear_ready_file(directory)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kvpool_server.lifecycle import Stop, run_service
+from kvpool_server.process import fast_loop_factory, poll_grpc_directly
 
 SCRIPT = """
 import resource
@@ -20,3 +28,42 @@ def test_a_service_may_open_as_many_files_as_the_system_allows() -> None:
         capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert done.stdout.strip() == "(512, 512)"
+
+
+def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[asyncio.AbstractEventLoop] = []
+
+    def new_event_loop() -> asyncio.AbstractEventLoop:
+        made.append(asyncio.new_event_loop())
+        return made[-1]
+
+    monkeypatch.setitem(sys.modules, "uvloop", SimpleNamespace(new_event_loop=new_event_loop))
+
+    async def main(stop: Stop) -> None:
+        assert asyncio.get_running_loop() is made[0]
+
+    assert run_service(main, service="test", loop_factory=fast_loop_factory()) == 0
+
+
+def test_without_it_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # an import of None fails
+    assert fast_loop_factory() is None
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "-event_engine_client,-event_engine_listener"), ("mine", "mine")])
+def test_grpc_polls_directly_unless_the_environment_says_otherwise(
+    given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPC_EXPERIMENTS", given or "")
+    if given is None:
+        monkeypatch.delenv("GRPC_EXPERIMENTS")
+    poll_grpc_directly()
+    assert os.environ["GRPC_EXPERIMENTS"] == kept
+
+
+@pytest.mark.parametrize("service", ["kvpool_index", "kvpool_gpuagent"])
+def test_services_of_small_messages_choose_before_grpc_is_imported(service: str) -> None:
+    program = f"import os, sys, {service}; assert 'grpc' not in sys.modules; print(os.environ['GRPC_EXPERIMENTS'])"
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True)
+    assert said.stdout.strip() == "-event_engine_client,-event_engine_listener"

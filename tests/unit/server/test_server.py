@@ -14,7 +14,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from kvpool.core.errors import StartupFailed
-from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors import (
     DeadlinePolicy,
     DefaultTenantAuthenticator,
@@ -22,7 +21,7 @@ from kvpool_server.interceptors import (
     aio_interceptors,
 )
 from kvpool_server.listen import TcpAddress
-from kvpool_server.server import LIVENESS, ControlServer, GrpcLimits
+from kvpool_server.server import LIVENESS, BulkServer, ControlServer, GrpcLimits
 from tests.fixtures.patience import PATIENCE_S
 
 SERVICE = "test.Echo"

@@ -92,7 +92,7 @@ def test_without_the_variables_nothing_of_opentelemetry_is_imported() -> None:
         "import sys, kvpool_index.main, kvpool_pagestore.main, kvpool_gpuagent.main, kvpool.client.sync\n"
         "from kvpool.client.config import ClientConfig\n"
         "from kvpool_server.metrics import new_registry\n"
-        "from kvpool_server.tracing import open_service_tracer\n"
+        "from kvpool_server.metrics import open_service_tracer\n"
         "ClientConfig(); open_service_tracer('index', new_registry())\n"
         "found = [name for name in sys.modules if name.startswith('opentelemetry')]\n"
         "assert not found, found\n"

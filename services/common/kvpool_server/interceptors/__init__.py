@@ -1,4 +1,4 @@
-"""Server interceptors, each in one small file, for grpc.aio and for the thread-pool server.
+"""Server interceptors, for grpc.aio and for the thread-pool server.
 
 Order, outermost first, and why:
 
@@ -6,7 +6,7 @@ Order, outermost first, and why:
 2. errors: turns any exception of what is inside into a status, so that the others may simply raise;
 3. limits: neither work nor time for more calls than are allowed;
 4. tracing, where it is on: inside of errors, so that it sees them before they are statuses;
-5. auth: nobody spends work or time on a caller that is not known;
+5. auth: no work or time is spent on an unknown caller;
 6. deadline: nearest to the handler, whose run time it bounds;
 7. messages: what cannot be read is the handler's first concern, after all the others have had their say.
 
@@ -26,12 +26,9 @@ from kvpool_server.interceptors.auth import (
     SyncAuth,
     current_identity,
 )
-from kvpool_server.interceptors.deadline import AioDeadline, DeadlinePolicy, SyncDeadline
-from kvpool_server.interceptors.errors import AioErrors, SyncErrors
-from kvpool_server.interceptors.limits import AioLimits, CallLimits
-from kvpool_server.interceptors.messages import AioMessages, SyncMessages
-from kvpool_server.interceptors.metrics import AioMetrics, RequestMetrics, SyncMetrics
-from kvpool_server.interceptors.tracing import AioTracing, SyncTracing
+from kvpool_server.interceptors.errors import AioErrors, AioMessages, SyncErrors, SyncMessages
+from kvpool_server.interceptors.limits import AioDeadline, AioLimits, CallLimits, DeadlinePolicy, SyncDeadline
+from kvpool_server.interceptors.telemetry import AioMetrics, AioTracing, RequestMetrics, SyncMetrics, SyncTracing
 
 __all__ = [
     "Authenticator",

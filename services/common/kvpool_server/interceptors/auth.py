@@ -22,14 +22,14 @@ class Identity:
 
 
 class Authenticator(Protocol):
-    """Tells who sent a request. Called on the event loop for every call, so it must not block."""
+    """Identifies the sender of a request. Called on the event loop for every call, so it must not block."""
 
     def authenticate(self, metadata: Metadata) -> Identity | None:
-        """The caller, or None when the metadata proves nobody. May raise Unauthenticated with a better message."""
+        """The caller, or None when the metadata proves no caller. May raise Unauthenticated with a better message."""
 
 
 class DefaultTenantAuthenticator:
-    """Everybody is the one configured tenant: for clusters without authentication."""
+    """Takes every caller for the one configured tenant: for clusters without authentication."""
 
     def __init__(self, tenant: str) -> None:
         self._identity = Identity(tenant=tenant, subject="anonymous")

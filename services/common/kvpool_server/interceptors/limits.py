@@ -1,23 +1,26 @@
-"""How many calls a grpc.aio server has open at once, of one peer and of all, and how long a request may take to come.
-
-gRPC calls the handler of a unary call only when the request has come: a peer that opens calls and sends nothing would
-have them open always, with neither handler nor deadline. So the handlers of unary requests are served as those of a
-stream of one request, which begin at once.
-"""
+"""Limits of calls: how many are open at once, and how long one may take."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
 from kvpool.core.addresses import peer_host
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from kvpool_server.interceptors.wrapping import AioWrapper, Handler, as_coroutine, behavior_of
+from kvpool_server.interceptors.wrapping import (
+    AioInterceptor,
+    AioWrapper,
+    Call,
+    Handler,
+    SyncInterceptor,
+    as_coroutine,
+    behavior_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class OpenCalls:
 
     @contextmanager
     def place(self, peer: str) -> Iterator[None]:
-        """Hold a place for a call. Raises Overloaded when there is none."""
+        """Hold a place for a call. Raises Overloaded when all are taken."""
         host, limits = peer_host(peer), self._limits
         if self.count >= limits.open_calls:
             raise Overloaded(f"this server has {limits.open_calls} calls open already")
@@ -91,3 +94,67 @@ class AioLimits(AioWrapper):
         if request is grpc.aio.EOF:
             raise InvalidRequest(f"{method} got no request")
         return request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlinePolicy:
+    """How long a call may take: when its client set no deadline, and whatever deadline it set.
+
+    Streams have no cap unless their full method name is in `caps_s`, which also overrides the cap of unary calls.
+    """
+
+    unary_cap_s: float = 30.0
+    longest_s: float = 3600.0  # of a unary call
+    caps_s: Mapping[str, float] = field(default_factory=dict)
+
+    def cap_s(self, call: Call) -> float | None:
+        return self.caps_s.get(call.method, None if call.streaming else self.unary_cap_s)
+
+
+class AioDeadline(AioInterceptor):
+    """Cancels a handler at the cap; at a client's own deadline gRPC cancels it."""
+
+    def __init__(self, policy: DeadlinePolicy) -> None:
+        super().__init__()
+        self._policy = policy
+
+    @asynccontextmanager
+    async def around(self, call: Call) -> AsyncIterator[None]:
+        cap_s = _cap_s(self._policy, call)
+        timeout = asyncio.timeout(cap_s)
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise _exceeded(call, cap_s) from None
+
+
+class SyncDeadline(SyncInterceptor):
+    """Refuses calls that come too late. A thread cannot be cancelled: a handler that loops asks `context.is_active`."""
+
+    def __init__(self, policy: DeadlinePolicy) -> None:
+        super().__init__()
+        self._policy = policy
+
+    @contextmanager
+    def around(self, call: Call) -> Iterator[None]:
+        _cap_s(self._policy, call)
+        yield
+
+
+def _cap_s(policy: DeadlinePolicy, call: Call) -> float | None:
+    """Seconds after which the server itself ends the call. Raises DeadlineExceeded when the client's have passed."""
+    remaining_s = call.remaining_s()
+    if remaining_s is None:
+        return policy.cap_s(call)
+    if remaining_s <= 0:
+        raise _exceeded(call, 0.0)
+    return policy.longest_s if remaining_s > policy.longest_s and not call.streaming else None
+
+
+def _exceeded(call: Call, cap_s: float | None) -> DeadlineExceeded:
+    if not cap_s:
+        return DeadlineExceeded(f"the deadline of {call.method} had passed before the call began")
+    return DeadlineExceeded(f"{call.method} did not finish within {cap_s:g} s, the server's cap")

@@ -58,7 +58,7 @@ class AioWrapper(grpc.aio.ServerInterceptor):
         """The handler to use instead."""
 
     def not_served(self) -> None:
-        """Called for a method that this server has not."""
+        """Called for a method that this server does not serve."""
 
     async def intercept_service(
         self,
@@ -110,7 +110,7 @@ class SyncWrapper(grpc.ServerInterceptor):
         """The handler to use instead."""
 
     def not_served(self) -> None:
-        """Called for a method that this server has not."""
+        """Called for a method that this server does not serve."""
 
     def intercept_service(
         self,
@@ -151,7 +151,7 @@ class SyncInterceptor(SyncWrapper):
 
 
 def behavior_of(handler: Handler) -> Callable[[Any, Any], Any]:
-    """The function of a handler, whichever of the four kinds it is."""
+    """Return the function of a handler of any of the four kinds."""
     behavior: Callable[[Any, Any], Any] | None = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )

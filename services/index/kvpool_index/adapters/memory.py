@@ -17,19 +17,26 @@ from kvpool.core.location_digest import (
     part_of,
     range_of,
 )
-from kvpool_index.adapters.memory_events import MemoryEventLog
-from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNodeDirectory, MemoryPolicyRegistry
-from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, held_by, ordinals_in
-from kvpool_index.core.events import ChunkState
-from kvpool_index.core.groups import (
+from kvpool_index.adapters.memory_nodes import (
+    MemoryEventLog,
+    MemoryKeyspaceRegistry,
+    MemoryNodeDirectory,
+    MemoryPolicyRegistry,
+)
+from kvpool_index.core.entries import (
     HASH_BYTES,
     SPLIT_CHUNKS,
     ChunkOperation,
     GroupRead,
     NamedChunk,
     NodeEntry,
+    apply_operation,
     group_reads,
+    held_by,
+    ordinals_in,
+    removal_of,
 )
+from kvpool_index.core.events import ChunkState
 from kvpool_index.ports import StreamFence
 
 KeyT = TypeVar("KeyT")
@@ -220,11 +227,7 @@ class MemoryLocationStore:
         yield step
 
     def _remove_all(self, entry: NodeEntry, ordinal: int) -> ChunkState | None:
-        operation = Operation(ordinal=ordinal, full_shards=0, removed=EVERY_SHARD)
-        each = ChunkOperation(
-            keyspace=entry.keyspace, group_head=entry.group_head, chunk_hash=entry.field, operation=operation
-        )
-        state, changed = self._change(self._group(entry.keyspace, entry.group_head), each)
+        state, changed = self._change(self._group(entry.keyspace, entry.group_head), removal_of(entry, ordinal))
         return state if changed else None
 
     def _group(self, keyspace: bytes, head: bytes) -> _Group:
@@ -307,7 +310,7 @@ class MemoryIndexStore:
         self.locations = MemoryLocationStore(clock, self.nodes, tombstone_s=tombstone_s)
 
     async def check_layout(self) -> None:
-        """Nobody else has written it."""
+        """Do nothing: other releases cannot write to this memory."""
 
     async def ping(self) -> float:
         return 0.0

@@ -1,4 +1,11 @@
-"""One connection to one master, made when it is needed and made again after a failure."""
+"""One connection to one master: made on first use, made again after a failure, and checked for the layout of the keys.
+
+A mark beside the keys of a prefix says which layout they have, so that no release takes those of another for its own.
+The mark is read on every connection, because a failover may lead to the Redis of another release, and set again about
+once a second, because FLUSHALL removes it. It lies in the slot of the node records: what loses them loses it too.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import random
@@ -6,19 +13,67 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from kvpool.core.errors import Overloaded, StoreUnavailable
-from kvpool_index.adapters.redis_layout import RedisLayout
+from kvpool.core.errors import Overloaded, StartupFailed, StoreUnavailable
 from kvpool_index.adapters.redis_lua import Script
-from kvpool_index.adapters.redis_tls import HINT_PLAIN, HINT_TLS, explain_tls
-from kvpool_index.adapters.redis_url import Login, Server
+from kvpool_index.adapters.redis_url import HINT_PLAIN, HINT_TLS, Login, Server, explain_tls
 from kvpool_index.adapters.redis_wire import Connection, Reply, checked, is_error, lacks_script, pack
 from kvpool_index.core.redis_stats import RedisStats
+
+LAYOUT: Final = 3
+"""Counted up when keys of the same names change their meaning for readers or writers."""
+
+_SHOWN_CHARS: Final = 32
+
+
+class RedisLayout:
+    """The last mark seen in a deployment. Keys without a mark have the layout of the first release that marks them."""
+
+    def __init__(self, key_prefix: str, layout: int = LAYOUT) -> None:
+        self._prefix = key_prefix
+        self._layout = b"%d" % layout
+        self.key = key_prefix.encode() + b":{n}:layout"
+        self._refusal = ""
+
+    def question(self) -> bytes:
+        """A command whose reply `take` understands."""
+        return pack(b"GET", self.key)
+
+    def claim(self) -> list[bytes]:
+        """Return commands that set the mark if it is missing; the first of two counts. `take` the last reply."""
+        return [pack(b"SET", self.key, self._layout, b"NX"), self.question()]
+
+    def take(self, reply: Reply) -> None:
+        """Note what the mark is; raises ConnectionError for that of another layout.
+
+        An error is not a mark: another member of the Cluster has it, or the server is loading.
+        """
+        if reply is None or is_error(reply):
+            return
+        self._refusal = self._refuse(reply) if reply != self._layout else ""
+        if self._refusal:
+            raise ConnectionError(self._refusal)
+
+    def check(self) -> None:
+        """Raise StartupFailed if the mark that was seen last is of another layout."""
+        if self._refusal:
+            raise StartupFailed(self._refusal)
+
+    def _refuse(self, found: bytes) -> str:
+        shown = ascii(found[:_SHOWN_CHARS].decode("latin-1"))
+        ours = self._layout.decode()
+        return (
+            f"the keys {self._prefix}:* in Redis have layout {shown}, and this release has layout '{ours}': run "
+            "the release that wrote them, or give this one a redis_key_prefix of its own, or stop all index replicas "
+            "of the other and delete its keys (docs/upgrades.md, 'Deleting the keys of a prefix'); nodes announce "
+            "again what they hold"
+        )
+
 
 ResultT = TypeVar("ResultT")
 
 _FIRST_PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 0.25
-_SHARE_OF_HANDSHAKE: Final = 0.7  # of the time for a connection, so that what failed can be told
+_SHARE_OF_HANDSHAKE: Final = 0.7  # of the time for a connection, so that the cause can be reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +96,7 @@ class LinkOptions:
     timeout_s: float
     max_in_flight: int
     stats: RedisStats
-    masters_only: bool = False  # ask each server for its role, and refuse one that is no master
+    masters_only: bool = False  # ask each server for its role, and refuse one that is not a master
     layout: RedisLayout | None = None  # ask each server for it, and refuse one of another
 
 
@@ -53,7 +108,7 @@ class RedisLink:
     """
 
     def __init__(self, find: Callable[[], Awaitable[Server]], options: LinkOptions) -> None:
-        """Connects on first use. find: tells where the server is, before each attempt; may raise OSError."""
+        """Connects on first use. find: returns the server before each attempt; may raise OSError."""
         self._find = find
         self._options = options
         self._timeout_s = options.timeout_s
@@ -90,7 +145,7 @@ class RedisLink:
         """Send packed commands together and return their replies in order; an error reply is returned as a value.
 
         scripts: loaded where the server has lost them, and then only what did not run for want of one is sent again.
-        wait_s: what the commands themselves may wait beyond the timeout; nobody else may use this link meanwhile.
+        wait_s: what the commands themselves may wait beyond the timeout; no other call may use this link meanwhile.
         replicas: StoreUnavailable unless so many have, in time, what was sent through this connection so far.
         """
         replies = await self._exchange_waiting(commands, wait_s, replicas)
@@ -156,7 +211,7 @@ class RedisLink:
             raise StoreUnavailable(f"{self._name()} cannot be reached: {explain_tls(error)}") from error
         except asyncio.CancelledError:
             if wait_s and connection is not None:
-                connection.abort("the call that waited was cancelled")  # it would hold up whoever comes next
+                connection.abort("the call that waited was cancelled")  # it would block the next call
             raise
 
     def _name(self) -> str:
@@ -175,7 +230,7 @@ class RedisLink:
         finally:
             self._joined -= 1
 
-    def _begin_connecting(self) -> "asyncio.Task[Connection]":
+    def _begin_connecting(self) -> asyncio.Task[Connection]:
         if self._connection is not None:
             self._options.stats.reconnects += 1
             self._connection = None
@@ -183,7 +238,7 @@ class RedisLink:
         self._connecting.add_done_callback(self._connect_ended)
         return self._connecting
 
-    def _connect_ended(self, attempt: "asyncio.Task[Connection]") -> None:
+    def _connect_ended(self, attempt: asyncio.Task[Connection]) -> None:
         self._connecting = None
         if attempt.cancelled():
             return
@@ -211,8 +266,8 @@ class RedisLink:
             return connection
 
 
-async def shared(work: "asyncio.Task[ResultT]") -> ResultT:
-    """The result of what several wait for; whoever leaves does not end it. ConnectionError if it was given up."""
+async def shared(work: asyncio.Task[ResultT]) -> ResultT:
+    """Return the result of shared work, which outlives a cancelled waiter. ConnectionError if it was cancelled."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -237,7 +292,7 @@ async def _connected(server: Server, login: Login, timeout_s: float) -> Connecti
         _, connection = await loop.create_unix_connection(Connection, server.path)
     else:
         tls = login.tls.context() if login.tls is not None else None
-        # A Redis in the clear waits for the end of a line: only time tells that it has no TLS.
+        # A plain Redis waits for the end of a line: only a timeout shows that it has no TLS.
         limit_s = timeout_s * _SHARE_OF_HANDSHAKE if tls is not None else None
         _, connection = await loop.create_connection(
             Connection, server.host, server.port, ssl=tls, ssl_handshake_timeout=limit_s
@@ -254,12 +309,12 @@ async def _log_in(connection: Connection, options: LinkOptions) -> None:
     except ConnectionError as error:
         hint = HINT_PLAIN if login.tls is None else HINT_TLS
         raise ConnectionError(f"{error}, before its first answer; {hint}") from error
-    told = replies.pop() if layout is not None else None
+    mark = replies.pop() if layout is not None else None
     for reply in replies:
         if is_error(reply):
             # A server without AUTH, or a proxy, repeats the arguments of a command that it does not know.
             raise ConnectionError(f"login was refused: {str(reply).partition(', with args')[0]}")
     if options.masters_only and replies[-1][0] != b"master":
-        raise ConnectionError(f"it is no master but a {replies[-1][0].decode()}")
+        raise ConnectionError(f"it is not a master but a {replies[-1][0].decode()}")
     if layout is not None:
-        layout.take(told)
+        layout.take(mark)

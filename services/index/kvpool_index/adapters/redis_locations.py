@@ -1,7 +1,7 @@
 """Chunk values in Redis: one hash for each chain group, changed by one script that keeps the digests up to date.
 
-A group of very many chunks is split into parts, each of which is one more key. Whoever changes a chunk names the keys,
-so that it has to know whether the group is split; the script refuses if it is otherwise, and the change is sent again.
+A group of very many chunks is split into parts, each of which is one more key. A change names its keys, so
+that its sender has to know whether the group is split; if it is wrong, the script refuses and the change is sent again.
 
 A group's key carries its digest range as a hash tag, so that groups and digests of a range lie in one slot: the script
 changes both at once, and a failover that loses writes takes both back alike.
@@ -29,7 +29,7 @@ from kvpool.core.location_digest import (
     part_of,
     range_of,
 )
-from kvpool_index.adapters.redis_lanes import RedisLane
+from kvpool_index.adapters.redis_connections import ConnectionGroup
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
 from kvpool_index.adapters.redis_reads import (
@@ -43,20 +43,23 @@ from kvpool_index.adapters.redis_reads import (
     split_groups_key,
 )
 from kvpool_index.adapters.redis_wire import Reply, checked, pack, pack_script
-from kvpool_index.core.entries import EVERY_SHARD, Operation, held_by, ordinals_in
-from kvpool_index.core.events import ChunkState
-from kvpool_index.core.groups import (
+from kvpool_index.core.entries import (
     HASH_BYTES,
     SPLIT_CHUNKS,
     ChunkOperation,
     GroupRead,
     NamedChunk,
     NodeEntry,
+    Operation,
     group_read,
     group_reads,
+    held_by,
+    ordinals_in,
     part_reads,
+    removal_of,
     whole_groups,
 )
+from kvpool_index.core.events import ChunkState
 from kvpool_index.ports import StreamFence
 
 _log = logging.getLogger(__name__)
@@ -91,8 +94,8 @@ class RedisLocationStore:
 
     def __init__(
         self,
-        reads: RedisLane,
-        changes: RedisLane,
+        reads: ConnectionGroup,
+        changes: ConnectionGroup,
         nodes: RedisNodeDirectory,
         *,
         key_prefix: bytes,
@@ -222,7 +225,7 @@ class RedisLocationStore:
             if checked(reply):
                 self._remember(place, is_split=True)
         except (StoreUnavailable, Overloaded) as error:
-            _log.info("splitting a group is put off: %s", error)
+            _log.info("splitting a group is postponed: %s", error)
 
     def _remember(self, place: bytes, *, is_split: bool) -> None:
         self._split_places.pop(place, None)
@@ -236,7 +239,7 @@ class RedisLocationStore:
         async for keys in self._scan(pattern):
             async for found in self._contents(keys, with_parts=True):
                 removals = [
-                    _removal(entry, each)
+                    removal_of(entry, each)
                     for entry, value in found
                     for each in ordinals_in(value)
                     if ordinal is None or each == ordinal
@@ -423,7 +426,7 @@ def _values(replies: Sequence[Reply]) -> list[bytes | None]:
 
 
 def _reached(replies: Sequence[Reply], chunk_count: int) -> list[bytes | None]:
-    """The same up to the first group that is out of reach: as if nobody had what comes from there on."""
+    """The same up to the first group that is out of reach; None from there on."""
     if None not in replies:
         return _values(replies)
     values = _values(replies[: replies.index(None)])
@@ -434,13 +437,6 @@ def _entries_of(key: bytes, *, is_part: bool) -> Callable[[bytes], NodeEntry]:
     """What makes the entry of a chunk out of its field in a group or in a part of one."""
     place = key[-1 - 2 * HASH_BYTES : -1] if is_part else key[-2 * HASH_BYTES :]
     return partial(NodeEntry, place[:HASH_BYTES], place[HASH_BYTES:])
-
-
-def _removal(entry: NodeEntry, ordinal: int) -> ChunkOperation:
-    operation = Operation(ordinal=ordinal, full_shards=0, removed=EVERY_SHARD)
-    return ChunkOperation(
-        keyspace=entry.keyspace, group_head=entry.group_head, chunk_hash=entry.field, operation=operation
-    )
 
 
 def _state(each: ChunkOperation, answer: Any) -> ChunkState:

@@ -1,24 +1,22 @@
-"""Nodes and keyspaces in Redis."""
+"""Nodes in Redis: registrations, leases and the fences of announce streams."""
 
 import asyncio
 import logging
 import secrets
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvpool.core.cluster import UNNUMBERED, NodeInfo, RegistrationAttempt
 from kvpool.core.errors import (
     InvalidRequest,
-    KeyspaceMismatch,
     KvPoolError,
     LeaseLost,
     StaleIncarnation,
     StoreUnavailable,
 )
-from kvpool_index.adapters.redis_lanes import RedisLane
-from kvpool_index.adapters.redis_lua import Script, load_script
+from kvpool_index.adapters.redis_connections import ConnectionGroup
+from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_wire import Reply, checked, pack, pack_script
 from kvpool_index.core.nodes import (
     INCARNATION_AHEAD,
@@ -33,7 +31,7 @@ from kvpool_index.core.nodes import (
     unpack_load,
 )
 from kvpool_index.core.redis_stats import RedisStats
-from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, BoundKeyspace, NodeGrant, StreamFence
+from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, NodeGrant, StreamFence
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +40,6 @@ _RENEW: Final = load_script("renew_lease")
 _OPEN: Final = load_script("open_stream")
 _END: Final = load_script("end_lease")
 _DECLARE: Final = load_script("declare_dead")
-_BIND: Final = load_script("bind_keyspace")
-_KEEP: Final = load_script("keep_keyspaces")
-_FORGET: Final = load_script("forget_keyspaces")
-_KEYSPACES_AT_ONCE: Final = 256  # in one script, for which all other commands wait
 
 _RECORD: Final = struct.Struct("<QIQIQBB")  # see register_node.lua
 _REGISTRATION_BYTES: Final = 20  # of a record: incarnation, ordinal, epoch; a registration changes them
@@ -63,9 +57,15 @@ class RedisNodeDirectory:
     """NodeDirectory over a few hashes in one slot. Leases run by the server time of the master that has the slot."""
 
     def __init__(
-        self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes, event_key: bytes, event_entries: int
+        self,
+        connections: ConnectionGroup,
+        stats: RedisStats,
+        *,
+        key_prefix: bytes,
+        event_key: bytes,
+        event_entries: int,
     ) -> None:
-        self._lane = lane
+        self._connections = connections
         self._stats = stats
         self._known: dict[bytes, tuple[bytes, NodeInfo | None]] = {}  # by node, of which registration; None: malformed
         slot = key_prefix + b":{n}:"
@@ -83,7 +83,7 @@ class RedisNodeDirectory:
         attempt: RegistrationAttempt = UNNUMBERED,
     ) -> NodeGrant:
         candidates = b"".join(_ORDINAL.pack(1 + secrets.randbelow((1 << 32) - 1)) for _ in range(_ORDINAL_CANDIDATES))
-        answer = await self._lane.run(
+        answer = await self._connections.run(
             _REGISTER,
             [self._records, self._infos, self._loads, self._ordinals, self._events, self._attempts],
             info.node_id,
@@ -124,13 +124,13 @@ class RedisNodeDirectory:
                 load = b"" if one.load is None else pack_load(one.load)
                 words += (one.node_id, b"%d" % one.incarnation, b"%d" % one.lease_ttl_ms, load)
             commands.append(pack_script(_RENEW, keys, *words))
-        replies = await self._lane.run_all(commands, [self._records] * len(commands), _RENEW)
+        replies = await self._connections.run_all(commands, [self._records] * len(commands), _RENEW)
         statuses = (status for reply in replies for status in reply)
         return [_refusal(status, one.incarnation) for status, one in zip(statuses, renewals, strict=True)]
 
     async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
         keys = [self._records, self._infos, self._ordinals, self._events, self._attempts]
-        status = await self._lane.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries, process_id)
+        status = await self._connections.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries, process_id)
         if status == -1:
             raise StaleIncarnation(OF_ANOTHER_PROCESS)
 
@@ -139,7 +139,7 @@ class RedisNodeDirectory:
     ) -> StreamFence:
         keys = [self._records, self._attempts]
         arguments = (node_id, b"%d" % incarnation, b"%d" % announce_epoch, process_id)
-        answer = await self._lane.run(_OPEN, keys, *arguments)
+        answer = await self._connections.run(_OPEN, keys, *arguments)
         if answer[0] == -2:
             raise LeaseLost(f"announce epoch {announce_epoch} is fenced by a later registration")
         refusal = _refusal(answer[0], incarnation)
@@ -149,13 +149,13 @@ class RedisNodeDirectory:
 
     async def ordinal(self, node_id: bytes, incarnation: int) -> int:
         commands = [pack(b"TIME"), pack(b"HGET", self._records, node_id)]
-        time, packed = map(checked, await self._lane.exchange(commands, [self._records, self._records]))
+        time, packed = map(checked, await self._connections.exchange(commands, [self._records, self._records]))
         return _leased(packed, incarnation, _microseconds(time))[0]
 
     async def snapshot(self) -> list[NodeRecord]:
         keys = [self._records, self._loads]
         commands = [pack(b"TIME"), *(pack(b"HGETALL", key) for key in keys)]
-        time, *tables = await self._lane.exchange(commands, [self._records, *keys])
+        time, *tables = await self._connections.exchange(commands, [self._records, *keys])
         now_us = _microseconds(checked(time))
         records, loads = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in map(checked, tables))
         await self._learn_infos(records)
@@ -182,7 +182,7 @@ class RedisNodeDirectory:
                 await asyncio.sleep(0)
         for start in range(0, len(changed), REFRESH_STEP_NODES):
             part = changed[start : start + REFRESH_STEP_NODES]
-            infos = await self._lane.call(self._infos, b"HMGET", self._infos, *part)
+            infos = await self._connections.call(self._infos, b"HMGET", self._infos, *part)
             for node_id, info in zip(part, infos, strict=True):
                 if info is not None:
                     known[node_id] = (_registration(records[node_id]), self._info(node_id, records[node_id], info))
@@ -194,17 +194,17 @@ class RedisNodeDirectory:
             if found.node_id != node_id:
                 raise ValueError("it names another node")
             if found.incarnation > MAX_INCARNATION:
-                raise ValueError("its incarnation is none that an index grants")
+                raise ValueError("its incarnation is above what an index grants")
         except (ValueError, struct.error, InvalidRequest, RecursionError) as error:
             self._stats.malformed["node"] += 1
-            _log.debug("the record of node %s is passed over: %s", node_id.hex(), error)
+            _log.debug("the record of node %s is skipped: %s", node_id.hex(), error)
             return None
         return found
 
     async def declare_dead(self, node_id: bytes, incarnation: int, *, forget_after_ms: int) -> bool:
         keys = [self._records, self._infos, self._loads, self._ordinals, self._events, self._attempts]
         arguments = (node_id, b"%d" % incarnation, b"%d" % forget_after_ms, self._event_entries)
-        return bool(await self._lane.run(_DECLARE, keys, *arguments))
+        return bool(await self._connections.run(_DECLARE, keys, *arguments))
 
     def fence_commands(self, fence: StreamFence) -> tuple[list[bytes], list[bytes]]:
         """Commands whose replies `check_fence` judges, and their keys; to be sent together with what the fence guards.
@@ -220,112 +220,6 @@ class RedisNodeDirectory:
         _, number = _leased(packed, fence.incarnation, _microseconds(time))
         if number != fence.number:
             raise LeaseLost("a later announce stream of this node has taken over")
-
-
-class RedisKeyspaceRegistry:
-    """KeyspaceRegistry over one hash of names and one set of times of use a tenant, and one hash by id, in one slot."""
-
-    def __init__(self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes) -> None:
-        self._lane = lane
-        self._stats = stats
-        self._slot = key_prefix + b":{k}:"
-        self._ids = self._slot + b"ids"
-
-    async def bind(self, keyspace: BoundKeyspace) -> tuple[BoundKeyspace, bool]:
-        name, meaning = keyspace.name.encode(), keyspace.keyspace_id + keyspace.encoding
-        by_id = b"\0".join((keyspace.tenant.encode(), name, keyspace.encoding))
-        keys = [self._names(keyspace.tenant), self._ids, self._used(keyspace.tenant)]
-        created, bound = await self._lane.run(_BIND, keys, name, meaning, by_id)
-        found = self._understood(keyspace.keyspace_id, lambda: _bound(keyspace.tenant, name, bound))
-        if found is None:
-            raise KeyspaceMismatch(
-                f"keyspace {keyspace.name!r} is bound to bytes that no index wrote; remove it from the store", field=""
-            )
-        return found, bool(created)
-
-    async def restore(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, limit: int) -> int:
-        entries = [
-            (each.keyspace_id, b"\0".join((tenant.encode(), each.name.encode(), each.encoding))) for each in keyspaces
-        ]
-        replies = await self._run_parts(_KEEP, [self._ids, self._used(tenant)], limit, entries)
-        return sum(map(int, replies))
-
-    async def touch(self, tenant: str, keyspace_ids: Sequence[bytes]) -> None:
-        await self._run_parts(_KEEP, [self._ids, self._used(tenant)], 0, [(each, b"") for each in keyspace_ids])
-
-    async def idle(self, tenant: str, idle_s: float) -> list[bytes]:
-        key = self._used(tenant)
-        seconds, _ = await self._lane.call(key, b"TIME")
-        latest_ms = (int(seconds) - idle_s) * 1e3
-        found: list[bytes] = await self._lane.call(key, b"ZRANGEBYSCORE", key, b"-inf", b"%d" % latest_ms)
-        return found
-
-    async def forget(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, idle_s: float) -> list[bytes]:
-        keys = [self._names(tenant), self._ids, self._used(tenant)]
-        named = sorted((each.keyspace_id, each.name.encode()) for each in keyspaces)
-        return [each for reply in await self._run_parts(_FORGET, keys, int(idle_s * 1e3), named) for each in reply]
-
-    async def _run_parts(
-        self, script: Script, keys: list[bytes], number: int, pairs: Sequence[tuple[bytes, bytes]]
-    ) -> list[Reply]:
-        """Run a script over pairs of arguments, some at a time, so that others have their turn."""
-        return [
-            await self._lane.run(
-                script, keys, b"%d" % number, *(word for pair in pairs[at : at + _KEYSPACES_AT_ONCE] for word in pair)
-            )
-            for at in range(0, len(pairs), _KEYSPACES_AT_ONCE)
-        ]
-
-    async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
-        (bound,) = await self.by_ids([keyspace_id])
-        return bound
-
-    async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
-        if not keyspace_ids:
-            return []
-        entries = await self._lane.call(self._ids, b"HMGET", self._ids, *keyspace_ids)
-        return [
-            None if entry is None else self._understood(at, partial(_by_id, at, entry))
-            for at, entry in zip(keyspace_ids, entries, strict=True)
-        ]
-
-    async def count(self, tenant: str) -> int:
-        names, used = self._names(tenant), self._used(tenant)
-        commands = [pack(b"HLEN", names), pack(b"ZCARD", used)]
-        return max(map(int, map(checked, await self._lane.exchange(commands, [names, used]))))
-
-    async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
-        names = self._names(tenant)
-        flat = await self._lane.call(names, b"HGETALL", names)
-        pairs = sorted(zip(flat[::2], flat[1::2], strict=True))
-        found = (self._understood(meaning[:16], partial(_bound, tenant, name, meaning)) for name, meaning in pairs)
-        return [bound for bound in found if bound is not None]
-
-    def _understood(self, keyspace: bytes, read: Callable[[], BoundKeyspace]) -> BoundKeyspace | None:
-        try:
-            return read()
-        except ValueError as error:
-            self._stats.malformed["keyspace"] += 1
-            _log.debug("the record of keyspace %s is passed over: %s", keyspace.hex(), error)
-            return None
-
-    def _used(self, tenant: str) -> bytes:
-        return self._slot + b"used:" + tenant.encode()
-
-    def _names(self, tenant: str) -> bytes:
-        return self._slot + b"names:" + tenant.encode()
-
-
-def _by_id(keyspace_id: bytes, entry: bytes) -> BoundKeyspace:
-    tenant, name, encoding = entry.split(b"\0", 2)
-    return _bound(tenant.decode(), name, keyspace_id + encoding)
-
-
-def _bound(tenant: str, name: bytes, meaning: bytes) -> BoundKeyspace:
-    """Raises ValueError for what no index wrote."""
-    if len(meaning) <= 16:
-        raise ValueError(f"{len(meaning)} bytes are no id and encoding")
-    return BoundKeyspace(tenant=tenant, name=name.decode(), keyspace_id=meaning[:16], encoding=meaning[16:])
 
 
 def _leased(packed: bytes | None, wanted: int, now_us: int) -> tuple[int, int]:
@@ -349,7 +243,7 @@ def _refusal(status: int, incarnation: int) -> KvPoolError | None:
 
 
 def _registration(packed: bytes) -> bytes:
-    """What of a record tells one registration from another; all of it if no index wrote it."""
+    """Return the part of a record that differs between registrations; all of it if no index wrote it."""
     return packed[:_REGISTRATION_BYTES] if len(packed) == _RECORD.size else packed
 
 

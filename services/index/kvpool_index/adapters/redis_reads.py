@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS
 from kvpool.core.location_digest import FIELD_BYTES, PART_COUNT, part_of, range_of
-from kvpool_index.core.groups import HASH_BYTES, GroupRead
+from kvpool_index.core.entries import HASH_BYTES, GroupRead
 
 MARK: Final = b"s"
 """The field of a split group that counts its chunks."""

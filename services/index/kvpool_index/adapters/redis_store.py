@@ -1,30 +1,168 @@
-"""The index's store over Redis, on a few pipelined connections to each master.
+"""The index's store over Redis: its parts wired, the event log, and the checks of the masters.
 
-Matches have a lane for themselves, so that they do not queue behind batches of changes; leases and names have one, so
-that they do not either; and every reader that waits for events has one, because nothing else gets through meanwhile.
+Matches have connections of their own, so that they do not queue behind batches of changes; leases and names have
+their own too; and every reader that waits for events has its own, because a waiting command blocks its connection.
 """
 
 import asyncio
+import logging
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvpool.core.errors import Overloaded, StartupFailed, StoreUnavailable
+from kvpool.core.errors import KvPoolError, Overloaded, StartupFailed, StoreUnavailable
 from kvpool_index.adapters.redis_cluster import Cluster
-from kvpool_index.adapters.redis_events import RedisEventLog
-from kvpool_index.adapters.redis_health import RedisHealth
-from kvpool_index.adapters.redis_lanes import OneMaster, RedisDeployment
-from kvpool_index.adapters.redis_layout import RedisLayout
-from kvpool_index.adapters.redis_link import LinkOptions, ReplicaWait, link_to
+from kvpool_index.adapters.redis_connections import ConnectionGroup, OneMaster, RedisDeployment, SentinelMaster
+from kvpool_index.adapters.redis_keyspaces import RedisKeyspaceRegistry, RedisPolicyRegistry
+from kvpool_index.adapters.redis_link import LinkOptions, RedisLayout, RedisLink, ReplicaWait, link_to
 from kvpool_index.adapters.redis_locations import RedisLocationStore
-from kvpool_index.adapters.redis_nodes import RedisKeyspaceRegistry, RedisNodeDirectory
-from kvpool_index.adapters.redis_policies import RedisPolicyRegistry
-from kvpool_index.adapters.redis_sentinel import SentinelMaster
+from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
 from kvpool_index.adapters.redis_url import parse_redis_url
-from kvpool_index.core.redis_stats import RedisStats
+from kvpool_index.adapters.redis_wire import checked, is_error, pack
+from kvpool_index.core.events import ORIGIN, LogEntry
+from kvpool_index.core.redis_stats import RedisFacts, RedisStats, problems_of
+
+_FIELD: Final = b"e"
+
+
+class RedisEventLog:
+    """EventLog over one Redis Stream a partition, each in a slot of its own; the nodes' stream lies with the nodes."""
+
+    def __init__(
+        self,
+        changes: ConnectionGroup,
+        reads: ConnectionGroup,
+        waiting: Sequence[ConnectionGroup],
+        *,
+        key_prefix: bytes,
+        chunk_stream_count: int,
+        max_entries: int,
+    ) -> None:
+        """waiting: for each stream the connections on which its one reader waits for the next entry."""
+        self._changes = changes
+        self._reads = reads
+        self._waiting = waiting
+        self.node_key = key_prefix + b":{n}:events"
+        self._keys = [key_prefix + b":{e%d}:events" % number for number in range(chunk_stream_count)] + [self.node_key]
+        self._max_entries = b"%d" % max_entries
+
+    @property
+    def stream_count(self) -> int:
+        return len(self._keys)
+
+    async def append(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        commands = [
+            pack(b"XADD", self._keys[stream], b"MAXLEN", b"~", self._max_entries, b"*", _FIELD, payload)
+            for stream, payload in entries
+        ]
+        for reply in await self._changes.exchange(commands, [self._keys[stream] for stream, _ in entries]):
+            checked(reply)
+
+    async def tails(self) -> tuple[str, ...]:
+        commands = [pack(b"XREVRANGE", key, b"+", b"-", b"COUNT", b"1") for key in self._keys]
+        replies = await self._reads.exchange(commands, self._keys)
+        return tuple(reply[0][0].decode() if reply else ORIGIN for reply in map(checked, replies))
+
+    async def read(self, stream: int, after: str, *, limit: int, wait_s: float) -> list[LogEntry]:
+        words = [b"XREAD", b"COUNT", b"%d" % limit]
+        if wait_s > 0:
+            words += [b"BLOCK", b"%d" % max(1, int(wait_s * 1000))]
+        words += [b"STREAMS", self._keys[stream], after.encode()]
+        connections = self._waiting[stream] if wait_s > 0 else self._reads
+        found = await connections.call(self._keys[stream], *words, wait_s=wait_s)
+        entries = found[0][1] if found else []
+        return [LogEntry(entry_id.decode(), pairs[1]) for entry_id, pairs in entries]
+
+    async def is_kept(self, stream: int, entry_id: str) -> bool:
+        key, position = self._keys[stream], entry_id.encode()
+        here, state = await self._reads.exchange(
+            [pack(b"XRANGE", key, position, position), pack(b"XINFO", b"STREAM", key)], [key, key]
+        )
+        # The entries that go are always the oldest: as long as this one is there, so are all after it.
+        if checked(here):
+            return True
+        if entry_id != ORIGIN:
+            return False
+        if is_error(state):
+            return True  # the stream does not exist yet
+        facts = dict(zip(state[::2], state[1::2], strict=True))
+        return bool(facts.get(b"entries-added") == facts[b"length"])
+
+
+_log = logging.getLogger(__name__)
+
+_ROUNDS_BETWEEN_CHECKS: Final = 60
+
+
+class RedisHealth:
+    """Checks each master. Problems of its configuration are logged when they are first found."""
+
+    def __init__(self, connections: ConnectionGroup, topology: str, stats: RedisStats, *, wait_replicas: int) -> None:
+        self._connections = connections
+        self._topology = topology
+        self._stats = stats
+        self._wait_replicas = wait_replicas
+        self._checked: dict[str, frozenset[str]] = {}  # by master, what was found
+        self._rounds = 0
+
+    async def check(self) -> None:
+        """One round trip to each master; the configuration of those not seen before, and of all once a minute."""
+        self._rounds += 1
+        if self._rounds % _ROUNDS_BETWEEN_CHECKS == 0:
+            self._checked = {}
+        try:
+            masters = await self._connections.masters()
+        except KvPoolError:
+            self._stats.masters_up = 0
+            return
+        results = await asyncio.gather(*map(self._check_master, masters))
+        self._stats.masters_up = results.count(True)
+        current = {str(master.server) for master in masters}
+        self._checked = {name: found for name, found in self._checked.items() if name in current}
+        self._stats.problems = frozenset[str]().union(*self._checked.values())
+
+    async def _check_master(self, master: RedisLink) -> bool:
+        try:
+            await master.call(b"PING")
+            name = str(master.server)
+            if name not in self._checked:
+                self._checked[name] = await self._find_problems(master)
+        except KvPoolError:
+            return False
+        return True
+
+    async def _find_problems(self, master: RedisLink) -> frozenset[str]:
+        """What is wrong with one master. Raises StoreUnavailable; INFO is needed, CONFIG GET is not."""
+        info, save = await master.exchange([pack(b"INFO"), pack(b"CONFIG", b"GET", b"save")])
+        saves = bool(save[1]) if isinstance(save, list) and len(save) == 2 else None
+        found = problems_of(
+            _facts(checked(info)), saves=saves, topology=self._topology, wait_replicas=self._wait_replicas
+        )
+        for problem, text in found.items():
+            _log.warning("Redis at %s (%s): %s", master.server, problem, text)
+        return frozenset(found)
+
+
+def _facts(info: bytes) -> RedisFacts:
+    lines = [line.partition(":") for line in info.decode(errors="replace").splitlines()]
+    facts: Mapping[str, str] = {name: value for name, _, value in lines}
+    try:
+        return RedisFacts(
+            version=facts.get("redis_version", ""),
+            used_bytes=int(facts.get("used_memory", "0")),
+            maxmemory_bytes=int(facts.get("maxmemory", "0")),
+            maxmemory_policy=facts.get("maxmemory_policy", ""),
+            is_append_only=facts.get("aof_enabled", "0") == "1",
+            is_cluster=facts.get("cluster_enabled", "0") == "1",
+            replica_count=int(facts.get("connected_slaves", "0")),
+        )
+    except ValueError as error:
+        raise StoreUnavailable(f"INFO has a value that is not a number: {error}") from error
+
 
 _TOMBSTONE_MS: Final = 60_000
-_LOOK_INTERVAL_S: Final = 1.0
+_CHECK_INTERVAL_S: Final = 1.0
 
 
 class RedisIndexStore:
@@ -45,7 +183,7 @@ class RedisIndexStore:
     ) -> None:
         """wait_replicas: that must have a batch of changes, within half of timeout_s, before it counts as applied.
 
-        Raises StartupFailed for a URL that is none; the URL itself, which may hold a password, is not shown.
+        Raises StartupFailed for an invalid URL, which is not shown, because it may hold a password.
         """
         prefix = key_prefix.encode()
         self.redis = RedisStats()
@@ -58,9 +196,9 @@ class RedisIndexStore:
             raise StartupFailed(f"redis_url cannot be used: {error}") from error
         wait_ms = max(1, int(timeout_s * 500))
         replicas = ReplicaWait(replica_count=wait_replicas, wait_ms=wait_ms) if wait_replicas else None
-        lane = self.deployment.lane
-        reads, changes, self._control = lane(), lane(replicas), lane()
-        waiting = [lane() for _ in range(chunk_stream_count + 1)]
+        new_group = self.deployment.connection_group
+        reads, changes, self._control = new_group(), new_group(replicas), new_group()
+        waiting = [new_group() for _ in range(chunk_stream_count + 1)]
         self._health = RedisHealth(self._control, self.deployment.kind, self.redis, wait_replicas=wait_replicas)
         self.events = RedisEventLog(
             changes,
@@ -90,15 +228,15 @@ class RedisIndexStore:
         return time.perf_counter() - started_at_s
 
     async def run(self) -> None:
-        """Look about once a second who the masters are and how they do; to be run as long as the store is used.
+        """Check about once a second who the masters are and whether they are well set up, as long as the store is used.
 
         Raises StartupFailed when its keys have come to be of another layout.
         """
         while True:
-            await self.deployment.look()
-            await self._health.look()
+            await self.deployment.refresh()
+            await self._health.check()
             await self.check_layout()
-            await asyncio.sleep(_LOOK_INTERVAL_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
 
     async def close(self) -> None:
         await self.deployment.close()

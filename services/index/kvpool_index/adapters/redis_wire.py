@@ -41,7 +41,7 @@ def is_error(reply: Reply) -> bool:
 
 
 def lacks_script(reply: Reply) -> bool:
-    """Whether Redis has not the script that it was to run."""
+    """Whether Redis lacks the script that it was asked to run."""
     return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT")
 
 
@@ -51,7 +51,7 @@ def is_redirection(reply: Reply) -> bool:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. Replies come in the order of the commands, so a queue tells whose they are."""
+    """One connection. Replies come in the order of the commands, so a queue assigns them."""
 
     def __init__(self) -> None:
         self._reader = hiredis.Reader()
@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
             if self._timer is None or ends_at_s < self._timer.when():
                 self._watch(ends_at_s)
             if len(self._waiting) == 1:
-                self._transport.write(packed)  # nobody else is about to send: at once
+                self._transport.write(packed)  # no other command is pending: at once
             else:
                 if not self._unsent:
                     self._loop.call_soon(self._write_unsent)
@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
         return answered
 
     def abort(self, cause: str) -> None:
-        """Close at once; everybody who waits gets ConnectionError."""
+        """Close at once; all waiters get ConnectionError."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
@@ -109,7 +109,7 @@ class Connection(asyncio.Protocol):
         try:
             self._take(data)
         except hiredis.ProtocolError as error:
-            self.abort(f"what came is no reply: {error}")
+            self.abort(f"the server sent an invalid reply: {error}")
 
     def _take(self, data: bytes) -> None:
         if len(self._waiting) == 1 and not self._is_within_reply and not self._reader.has_data():
@@ -161,11 +161,11 @@ class Connection(asyncio.Protocol):
     def _watch(self, ends_at_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(ends_at_s, self._look_at_time)
+        self._timer = self._loop.call_at(ends_at_s, self._check_timeouts)
 
-    def _look_at_time(self) -> None:
+    def _check_timeouts(self) -> None:
         self._timer = None
-        if not self._waiting:  # whoever sends next starts it again
+        if not self._waiting:  # the next `send` starts it again
             return
         first_s = min(ends_at_s for _, _, _, ends_at_s in self._waiting)
         if first_s > self._loop.time():

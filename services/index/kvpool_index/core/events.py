@@ -1,13 +1,13 @@
-"""Events as they lie in the log, positions in it, and the bounded buffer of one watcher."""
+"""Events as the log stores them, positions in it, and what its watchers get."""
 
 import re
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from kvpool.core.cluster import NodeInfo
+from kvpool.core.cluster import ChunkBatch, ChunkEvent, NodeEvent, NodeInfo
 from kvpool.core.errors import InvalidRequest
 from kvpool_index.core.nodes import pack_info, unpack_info
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 ENTRY_CHUNKS: Final = 64
 ENTRY_BYTES: Final = 7 << 10
-"""Of one entry, so that a log of bounded entries has bounded bytes also where 64 nodes have each chunk."""
+"""Limit of one entry, so that a log of bounded entries has bounded bytes also where 64 nodes have each chunk."""
 
 ORIGIN: Final = "0-0"  # before the first entry of any stream
 _ENTRY_ID: Final = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
@@ -33,13 +33,13 @@ class ChunkState:
     keyspace: bytes
     group_head: bytes
     chunk_hash: bytes  # 8 (truncated) or 16 bytes
-    value: bytes  # b"": nobody has the chunk
+    value: bytes  # b"": no node has the chunk
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """A node that came or changed (alive), or went."""
+    """A node that registered or changed (alive), or whose lease ended."""
 
     info: NodeInfo
     alive: bool
@@ -171,7 +171,7 @@ class WatchBuffer(Generic[T]):
             self._size += size
 
     def lose(self) -> None:
-        """Note that items were lost before they came here."""
+        """Note that items were lost before they reached the buffer."""
         self._items.clear()
         self._size = 0
         self._lost = True
@@ -183,3 +183,73 @@ class WatchBuffer(Generic[T]):
         self._items.clear()
         self._size = 0
         return lost, items
+
+
+OwnedEvent = tuple[str | None, ChunkEvent | NodeEvent]
+"""An event and the tenant that may see it; None: all tenants may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interest:
+    """What a watcher wants to see. An empty keyspace: all of the tenant's."""
+
+    tenant: str
+    keyspace: bytes
+
+    def wants(self, owned: OwnedEvent) -> bool:
+        """Whether this event is for this watcher."""
+        tenant, event = owned
+        if tenant is None:
+            return True
+        return tenant == self.tenant and not (
+            self.keyspace and isinstance(event, ChunkEvent) and event.keyspace != self.keyspace
+        )
+
+
+@dataclass(slots=True, eq=False)
+class EntryEvents:
+    """The events of one log entry. Until all have been received the position stays before it."""
+
+    owned: Sequence[OwnedEvent]
+    before: Position
+    after: Position
+    _wanted: dict[Interest, tuple[ChunkEvent | NodeEvent, ...]] = field(default_factory=dict)
+    _batches: dict[Interest, ChunkBatch] = field(default_factory=dict)
+
+    def wanted(self, interest: Interest) -> tuple[ChunkEvent | NodeEvent, ...]:
+        """The events that are for these watchers; picked once for all of them."""
+        found = self._wanted.get(interest)
+        if found is None:
+            found = tuple(owned[1] for owned in self.owned if interest.wants(owned))
+            self._wanted[interest] = found
+        return found
+
+    def batch(self, interest: Interest) -> ChunkBatch | None:
+        """The wanted chunk events as one: the same object for all watchers. None for an entry without any."""
+        found = self._batches.get(interest)
+        if found is None:
+            chunks = tuple(event for event in self.wanted(interest) if isinstance(event, ChunkEvent))
+            if not chunks:
+                return None
+            found = self._batches[interest] = ChunkBatch(events=chunks)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedEnd:
+    """The log's end was looked up at this time, and everything before it lies before this in the buffer."""
+
+    checked_at_s: float
+    position: Position
+
+
+def events_of_entries(
+    entries: Sequence[LogEntry], stream: int, start: Position, owned: Mapping[str, Sequence[OwnedEvent]]
+) -> list[EntryEvents]:
+    """News of consecutive entries of one stream, read from `start` on. owned: the events of each, by entry id."""
+    found: list[EntryEvents] = []
+    for entry in entries:
+        after = start.advanced(stream, entry.entry_id)
+        found.append(EntryEvents(owned[entry.entry_id], start, after))
+        start = after
+    return found

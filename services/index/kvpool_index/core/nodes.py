@@ -168,7 +168,7 @@ class NodeTable:
         return counts, oldest_ms
 
     def departed(self, forget_after_ms: int) -> list[NodeInfo]:
-        """Nodes of which the store should be told: overdue and not yet declared dead, or gone for forget_after_ms."""
+        """Return nodes to report to the store: overdue and not yet declared dead, or gone for forget_after_ms."""
         return [
             record.info
             for record in (known.record for known in self._by_id.values())
@@ -204,7 +204,7 @@ def unpack_info(data: bytes, incarnation: int) -> NodeInfo:
     """
     fields = json.loads(data)
     if not isinstance(fields, dict):
-        raise ValueError("the record of a node is no object")
+        raise ValueError("the record of a node is not an object")
     known = {name: fields[name] for name in _INFO_FIELDS if name in fields}
     for name, value in known.items():
         if type(value) is not _INFO_FIELDS[name]:

@@ -1,4 +1,4 @@
-"""What the connections to Redis have been through; plain counters, read by whoever serves metrics."""
+"""Counters of the connections to Redis, and the checks of a master's settings."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -7,7 +7,7 @@ REDIRECTIONS: Final = ("moved", "ask", "try_again")
 RECORDS: Final = ("node", "keyspace", "policy", "event", "location")
 PROBLEMS: Final = ("eviction", "full", "no_persistence", "old_version", "topology", "missing_replicas")
 MIN_VERSION: Final = (6, 2)
-FULL_SHARE: Final = 0.9  # of its memory limit: told while there is still time to raise it
+FULL_SHARE: Final = 0.9  # of its memory limit: reported while there is still time to raise it
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class RedisFacts:
 def problems_of(facts: RedisFacts, *, saves: bool | None, topology: str, wait_replicas: int) -> dict[str, str]:
     """Which of PROBLEMS a master has, with what to do about each.
 
-    saves: whether it writes snapshots; None if it does not tell. topology: what the URL promises it to be.
+    saves: whether it writes snapshots; None if unknown. topology: what the URL says it is.
     """
     found: dict[str, str] = {}
     if facts.maxmemory_bytes and facts.maxmemory_policy != "noeviction":
@@ -59,7 +59,7 @@ def problems_of(facts: RedisFacts, *, saves: bool | None, topology: str, wait_re
         found["old_version"] = f"version {facts.version} is older than {'.'.join(map(str, MIN_VERSION))}"
     if facts.is_cluster != (topology == "cluster"):
         found["topology"] = (
-            "it is a member of a Cluster; use redis+cluster://" if facts.is_cluster else "it is no Cluster"
+            "it is a member of a Cluster; use redis+cluster://" if facts.is_cluster else "it is not a Cluster"
         )
     if facts.replica_count < wait_replicas:
         found["missing_replicas"] = (

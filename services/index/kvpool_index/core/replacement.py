@@ -18,8 +18,7 @@ from kvpool.core.location_digest import (
     part_of,
     range_of,
 )
-from kvpool_index.core.entries import EVERY_SHARD, Operation
-from kvpool_index.core.groups import ChunkOperation, NodeEntry, one_tier
+from kvpool_index.core.entries import ChunkOperation, NodeEntry, Operation, one_tier, removal_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class BucketSpan:
     last: int
 
     def check(self, changes: Sequence[LocationChange]) -> None:
-        """Raises InvalidRequest for buckets that are none, and naming the item that lies in none of them."""
+        """Raises InvalidRequest for invalid buckets, and for an item outside of them, which it names."""
         if not 0 <= self.first <= self.last < BUCKET_COUNT:
             raise InvalidRequest(
                 f"buckets must be ordered and from 0 to {BUCKET_COUNT - 1}, got {self.first, self.last}"
@@ -84,7 +83,11 @@ class Replacement:
                 added=(gpu, staging, disk),
                 removed=(ALL_SHARDS & ~gpu, ALL_SHARDS & ~staging, ALL_SHARDS & ~disk),
             )
-            found.append(_operation(at, chunk_hash, operation))
+            found.append(
+                ChunkOperation(
+                    keyspace=at.keyspace, chunk_hash=chunk_hash, group_head=at.group_head, operation=operation
+                )
+            )
         return found
 
     def leave_out(self, operations: Iterable[ChunkOperation]) -> None:
@@ -118,9 +121,4 @@ class Replacement:
 
     def removals(self, entries: Iterable[NodeEntry]) -> list[ChunkOperation]:
         """What removes those of the node's entries that are not named."""
-        operation = Operation(ordinal=self._ordinal, full_shards=0, removed=EVERY_SHARD)
-        return [_operation(at, at.field, operation) for at in entries if at not in self._held]
-
-
-def _operation(at: NodeEntry, chunk_hash: bytes, operation: Operation) -> ChunkOperation:
-    return ChunkOperation(keyspace=at.keyspace, chunk_hash=chunk_hash, group_head=at.group_head, operation=operation)
+        return [removal_of(at, self._ordinal) for at in entries if at not in self._held]

@@ -9,7 +9,7 @@ from kvpool.core.coverage import Coverage
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.outcome import Tier
 
-_SCORE_DIGITS: Final = 9  # so that hosts with equal holdings have equal scores, in whichever order these were summed up
+_SCORE_DIGITS: Final = 9  # so that hosts with equal holdings have equal scores, in any order of summing up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def route(
     """Hosts, best first: by score, then the emptier arenas, then the name.
 
     match: for the shards that `coverage` wants. Each chunk of it gives a host the mean weight of the KV heads that are
-    wanted of each layer group: of the best tier in which the host itself has them, in shards of whichever split, else
+    wanted of each layer group: of the best tier in which the host itself has them, in shards of any split, else
     of `remote` where another host could send them. A cache of another host's engine can send nothing, so that it counts
     as nothing. Hosts on which all nodes drain are left out.
     """

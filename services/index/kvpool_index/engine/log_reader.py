@@ -10,11 +10,20 @@ from kvpool.core.cluster import ChunkEvent, NodeEvent
 from kvpool.core.coverage import Coverage
 from kvpool.core.errors import InvalidRequest, Overloaded, StoreUnavailable
 from kvpool_index.core.entries import ordinals_in
-from kvpool_index.core.events import ChunkState, LogEntry, Position, entry_order, unpack_chunks, unpack_node
+from kvpool_index.core.events import (
+    ChunkState,
+    EntryEvents,
+    LogEntry,
+    OwnedEvent,
+    Position,
+    entry_order,
+    events_of_entries,
+    unpack_chunks,
+    unpack_node,
+)
 from kvpool_index.core.match import locations_of
-from kvpool_index.core.watching import EntryNews, OwnedEvent, news_of
-from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace
-from kvpool_index.engine_nodes import NodeService
+from kvpool_index.engine.keyspaces import KeyspaceService, KnownKeyspace
+from kvpool_index.engine.nodes import NodeService
 from kvpool_index.ports import EventLog
 
 _log = logging.getLogger(__name__)
@@ -35,7 +44,7 @@ class LogReader:
         nodes: NodeService,
         keyspaces: KeyspaceService,
         *,
-        deliver: Callable[[Sequence[EntryNews]], None],
+        deliver: Callable[[Sequence[EntryEvents]], None],
         lose: Callable[[], None],
     ) -> None:
         """deliver: takes news in the order of their stream. lose: the log has a gap; what follows comes after it."""
@@ -64,7 +73,7 @@ class LogReader:
         ]
 
     def stop(self) -> list[asyncio.Task[None]]:
-        """Read no more; the tasks that are ending."""
+        """Stop reading; returns the tasks that are ending."""
         readers, self._readers = self._readers, []
         self._interrupted.clear()
         for reader in readers:
@@ -84,7 +93,7 @@ class LogReader:
             await asyncio.sleep(_END_WAIT_S)
         return False
 
-    async def catch_up(self, wanted: Position, present: Position) -> AsyncGenerator[EntryNews | None, None]:
+    async def catch_up(self, wanted: Position, present: Position) -> AsyncGenerator[EntryEvents | None, None]:
         """What happened between two positions, the streams one after the other; None and the end where some is gone."""
         if len(wanted.entry_ids) != len(present.entry_ids):
             yield None  # of a log with other partitions
@@ -99,11 +108,11 @@ class LogReader:
                 entries = [entry for entry in entries if entry_order(entry.entry_id) <= entry_order(until)]
                 if not entries:
                     break
-                owned = await self._understood(stream, after, entries)
+                owned = await self._decoded_or_none(stream, after, entries)
                 if owned is None:
                     yield None
                     return
-                for news in news_of(entries, stream, position, owned):
+                for news in events_of_entries(entries, stream, position, owned):
                     yield news
                 position = position.advanced(stream, entries[-1].entry_id)
 
@@ -117,16 +126,16 @@ class LogReader:
                 if not is_kept:
                     self._advance(stream, (await self._event_log.tails())[stream])
                     self._lose()
-                owned = await self._understood(stream, after, entries) if is_kept and entries else None
+                owned = await self._decoded_or_none(stream, after, entries) if is_kept and entries else None
             except Exception as error:
                 self._interrupt(stream, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            self._go_on(stream)
+            self._resume(stream)
             if not is_kept or not entries:
                 continue
             # Without an await in between: the other streams' readers move the position too.
-            news = news_of(entries, stream, self._read_up_to, owned) if owned is not None else None
+            news = events_of_entries(entries, stream, self._read_up_to, owned) if owned is not None else None
             self._advance(stream, entries[-1].entry_id)
             if news is not None:
                 self._deliver(news)
@@ -140,7 +149,7 @@ class LogReader:
             _log.warning("watching is interrupted: %s", error, exc_info=None if foreseen else error)
         self._interrupted.add(stream)
 
-    def _go_on(self, stream: int) -> None:
+    def _resume(self, stream: int) -> None:
         if self._interrupted:
             self._interrupted.discard(stream)
             if not self._interrupted:
@@ -149,16 +158,16 @@ class LogReader:
     def _advance(self, stream: int, entry_id: str) -> None:
         self._read_up_to = self._read_up_to.advanced(stream, entry_id)
 
-    async def _understood(
+    async def _decoded_or_none(
         self, stream: int, after: str, entries: Sequence[LogEntry]
     ) -> dict[str, list[OwnedEvent]] | None:
-        """The same as `_owned`; None for entries that nobody can read. Raises StoreUnavailable and Overloaded."""
+        """The same as `_owned`; None for entries that cannot be decoded. Raises StoreUnavailable and Overloaded."""
         try:
             return await self._owned(stream, entries)
         except (StoreUnavailable, Overloaded):
             raise
         except Exception:
-            _log.exception("an entry after %s of event stream %d cannot be read; watchers start afresh", after, stream)
+            _log.exception("an entry after %s of event stream %d cannot be read; watchers resynchronize", after, stream)
             return None
 
     async def _owned(self, stream: int, entries: Sequence[LogEntry]) -> dict[str, list[OwnedEvent]]:
@@ -192,7 +201,7 @@ class LogReader:
         for state in states:
             keyspace = keyspaces[state.keyspace]
             if keyspace is None:
-                continue  # nobody has opened it, so nobody may see it
+                continue  # it was never opened, so no watcher may see it
             locations = locations_of(state.value, whole=Coverage.of(keyspace.grid, 0), live_node=live_node)
             event = ChunkEvent(
                 keyspace=state.keyspace,

@@ -12,14 +12,13 @@ from kvpool.core.cluster import ChunkEvent
 from kvpool.core.errors import InvalidRequest, StoreUnavailable
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup
 from kvpool.testing import ManualClock, eventually
-from kvpool_index import engine_log
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.events import ChunkState, LogEntry, pack_chunks
-from kvpool_index.core.watching import EntryNews
-from kvpool_index.engine_keyspaces import KeyspaceService
-from kvpool_index.engine_log import LogReader
-from kvpool_index.engine_nodes import NodeService
+from kvpool_index.core.events import ChunkState, EntryEvents, LogEntry, pack_chunks
+from kvpool_index.engine import log_reader
+from kvpool_index.engine.keyspaces import KeyspaceService
+from kvpool_index.engine.log_reader import LogReader
+from kvpool_index.engine.nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import BoundKeyspace
 
@@ -35,7 +34,7 @@ class Reading:
             self.store.keyspaces, self.store.policies, lambda tenant: PUBLISHED_TENANT_SECRET
         )
         nodes = NodeService(self.store.nodes, IndexConfig(), ManualClock(), IndexMetrics(CollectorRegistry()))
-        self.news: list[EntryNews] = []
+        self.news: list[EntryEvents] = []
         self.losses = 0
         self.reader = LogReader(self.store.events, nodes, self.keyspaces, deliver=self.news.extend, lose=self.lose)
 
@@ -56,7 +55,7 @@ class Reading:
 
 @pytest.fixture
 async def reading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reading]:
-    monkeypatch.setattr(engine_log, "_RETRY_S", 0.001)
+    monkeypatch.setattr(log_reader, "_RETRY_S", 0.001)
     found = Reading()
     yield found
     await asyncio.gather(*found.reader.stop(), return_exceptions=True)
@@ -65,7 +64,7 @@ async def reading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reading]:
 async def test_an_outage_is_one_line_however_many_streams_find_it_and_how_often(
     reading: Reading, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger=engine_log.__name__)
+    caplog.set_level(logging.INFO, logger=log_reader.__name__)
     asked: list[int] = []
 
     async def fail(stream: int, after: str, *, limit: int, wait_s: float) -> Sequence[LogEntry]:
@@ -129,7 +128,7 @@ async def test_a_failure_of_another_kind_loses_no_entry(
     assert not reading.losses
 
 
-async def test_a_keyspace_of_another_version_is_nobodys_and_is_asked_for_once_an_entry(
+async def test_a_keyspace_of_another_version_is_hidden_and_is_asked_for_once_an_entry(
     reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = await reading.keyspaces.open("default", "k", SPEC)

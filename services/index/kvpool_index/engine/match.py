@@ -1,6 +1,5 @@
-"""Matches, routes made of them, and the cleaning up of what they find to be dead."""
+"""Matches, and routes made of them."""
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,20 +12,19 @@ from kvpool.core.coverage import Coverage
 from kvpool.core.errors import InvalidRequest, Overloaded, StoreUnavailable
 from kvpool.core.tracing import NO_TRACER, SpanKind, Tracer
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.entries import EVERY_SHARD, Operation, ordinals_in
-from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, check_query, group_reads
+from kvpool_index.core.entries import (
+    check_query,
+)
 from kvpool_index.core.match import MatchCache, Matcher
 from kvpool_index.core.route import RouteWeights, route
-from kvpool_index.engine_keyspaces import KeyspaceService
-from kvpool_index.engine_nodes import NodeService
+from kvpool_index.engine.dead_locations import DeadLocations
+from kvpool_index.engine.keyspaces import KeyspaceService
+from kvpool_index.engine.nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
 
 _CANDIDATES_MAX: Final = 4096
 
-_DEAD_QUEUE: Final = 4096  # sightings that wait to be cleaned up; further ones will be seen again
-_DEAD_BATCH: Final = 256
-_DEAD_PAUSE_S: Final = 1.0
 _TIER_NAMES: Final = {1: "gpu", 2: "staging", 3: "disk"}
 
 
@@ -39,6 +37,7 @@ class MatchService:
         nodes: NodeService,
         keyspaces: KeyspaceService,
         config: IndexConfig,
+        dead: DeadLocations,
         metrics: IndexMetrics,
         tracer: Tracer = NO_TRACER,
     ) -> None:
@@ -49,7 +48,7 @@ class MatchService:
         self._config = config
         self._metrics = metrics
         self._known = MatchCache()
-        self._dead: asyncio.Queue[ChunkOperation] = asyncio.Queue(_DEAD_QUEUE)
+        self._dead = dead
 
     async def match(self, tenant: str, query: ChainQuery) -> ChainMatch:
         """The longest covered prefix. Raises InvalidRequest, KeyspaceUnknown, StoreUnavailable."""
@@ -80,7 +79,7 @@ class MatchService:
             matcher = self._judge(first, coverage)
             found = [matcher.match(each) for each in values]
             for query, each in zip(queries, values, strict=True):
-                self._note_dead(query, each, matcher.dead_ordinals)
+                self._dead.note(query, each, matcher.dead_ordinals)
         if self._redis is not None and matcher.malformed_count:
             self._redis.malformed["location"] += matcher.malformed_count
         self._metrics.store_duration_read.observe(read_at_s - asked_at_s)
@@ -93,38 +92,8 @@ class MatchService:
             return await self._store.read_chains(queries)
         return [await self._store.read_chain(queries[0]) if queries[0].chunk_hashes else []]
 
-    async def run(self) -> None:
-        """Clean up after nodes that are gone for good, until cancelled. Bounded, and never in a hurry."""
-        while True:
-            batch = [await self._dead.get()]
-            while len(batch) < _DEAD_BATCH and not self._dead.empty():
-                batch.append(self._dead.get_nowait())
-            with suppress(StoreUnavailable, Overloaded):  # what is not removed now, some match will see again
-                await self._clean(batch)
-            await asyncio.sleep(_DEAD_PAUSE_S)
-
     def _judge(self, query: ChainQuery, coverage: Coverage) -> Matcher:
         return Matcher(coverage, host_id=query.host_id, live_node=self._nodes.live_node_now(), known=self._known)
-
-    async def _clean(self, batch: Sequence[ChunkOperation]) -> None:
-        # Only after a look at the store that is younger than the sighting: an ordinal may be unknown because it is new.
-        await self._nodes.refresh()
-        dead = [each for each in batch if not self._nodes.table.knows_ordinal(each.operation.ordinal)]
-        removed = await self._store.remove(dead) if dead else []
-        self._metrics.dead_removed.inc(sum(state is not None for state in removed))
-
-    def _note_dead(self, query: ChainQuery, values: Sequence[bytes | None], dead: set[int]) -> None:
-        """Queue the removal of what no node will ever answer for again; a lease that only ran out is left alone."""
-        gone = {ordinal for ordinal in dead if not self._nodes.table.knows_ordinal(ordinal)}
-        if not gone:
-            return
-        at = 0
-        for read in group_reads(query):
-            for _ in read.fields:
-                for ordinal in ordinals_in(values[at]):
-                    if ordinal in gone and not self._dead.full():
-                        self._dead.put_nowait(_removal(query, read.head, at, ordinal))
-                at += 1
 
     def _count(self, queries: Sequence[ChainQuery], found: Sequence[ChainMatch]) -> None:
         self._metrics.match_questions.inc(len(queries))
@@ -137,18 +106,8 @@ class MatchService:
             self._metrics.matched_by_tier[_TIER_NAMES[tier]].inc(chunk_count)
 
 
-def _removal(query: ChainQuery, head: bytes, at: int, ordinal: int) -> ChunkOperation:
-    start = at * HASH_BYTES
-    return ChunkOperation(
-        keyspace=query.keyspace,
-        chunk_hash=query.chunk_hashes[start : start + HASH_BYTES],
-        group_head=head,
-        operation=Operation(ordinal=ordinal, full_shards=0, removed=EVERY_SHARD),
-    )
-
-
 class RouteService:
-    """Answers routers."""
+    """Ranks hosts for routers."""
 
     def __init__(
         self, matches: MatchService, nodes: NodeService, keyspaces: KeyspaceService, config: IndexConfig

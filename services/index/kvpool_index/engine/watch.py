@@ -13,11 +13,10 @@ from kvpool.core.clock import Clock
 from kvpool.core.cluster import HeartbeatEvent, IndexEvent, ResyncEvent
 from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.events import Position, WatchBuffer
-from kvpool_index.core.watching import Checked, EntryNews, Interest
-from kvpool_index.engine_keyspaces import KeyspaceService
-from kvpool_index.engine_log import LogReader
-from kvpool_index.engine_nodes import NodeService
+from kvpool_index.core.events import CheckedEnd, EntryEvents, Interest, Position, WatchBuffer
+from kvpool_index.engine.keyspaces import KeyspaceService
+from kvpool_index.engine.log_reader import LogReader
+from kvpool_index.engine.nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import EventLog
 
@@ -29,9 +28,9 @@ _LOG_GAP: Final = "the log of events has a gap"
 _BEGINS: Final = "the watch begins"
 _HEARTBEAT_S: Final = 1.0
 _NOT_READ_YET_S: Final = 0.1
-_GAP_SPREAD_S: Final = 2.0  # no heartbeat comes meanwhile: what a replica has is used for 3 s at most, as ever
+_GAP_SPREAD_S: Final = 2.0  # without heartbeats a replica uses what it has for 3 s at most
 
-_Item: TypeAlias = EntryNews | Checked
+_Item: TypeAlias = EntryEvents | CheckedEnd
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +43,7 @@ class _Watcher:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     lost_because: str = _BEHIND
 
-    def put(self, news: Sequence[EntryNews]) -> None:
+    def put(self, news: Sequence[EntryEvents]) -> None:
         wanted = [each for each in news if each.wanted(self.interest)]
         if wanted:
             self.buffer.put(wanted, sum(len(each.wanted(self.interest)) for each in wanted))
@@ -119,7 +118,7 @@ class WatchService:
                 self._heartbeats = None
 
     async def close(self) -> None:
-        """End the readers; watchers get nothing any more."""
+        """End the readers and the heartbeats."""
         tasks = self.reader.stop()
         if self._heartbeats is not None:
             self._heartbeats.cancel()
@@ -150,7 +149,7 @@ class WatchService:
                     await asyncio.sleep(self._uniform(0.0, _GAP_SPREAD_S))
                 yield await self._resync(watcher, position, cause)
             for item in items:
-                if isinstance(item, Checked):
+                if isinstance(item, CheckedEnd):
                     now_s = self._clock.monotonic_s()
                     heartbeat = HeartbeatEvent(
                         age_ms=max(0, round((now_s - item.checked_at_s) * 1e3)),
@@ -169,7 +168,7 @@ class WatchService:
             position=str(position), event=ResyncEvent(cause=cause, nodes=tuple(node.info for node in nodes))
         )
 
-    def _deliver(self, news: Sequence[EntryNews]) -> None:
+    def _deliver(self, news: Sequence[EntryEvents]) -> None:
         for watcher in self._watchers:
             watcher.put(news)
 
@@ -180,7 +179,7 @@ class WatchService:
             watcher.news.set()
 
     async def _beat(self) -> None:
-        """Tell replicas how current they are: once a second, while the log's end is known and has been delivered."""
+        """Send replicas a heartbeat once a second, while the log's end is known and has been delivered."""
         while True:
             checked_at_s = self._clock.monotonic_s()
             try:
@@ -188,7 +187,7 @@ class WatchService:
             except (StoreUnavailable, Overloaded):
                 read = False  # its readers say so in the log
             if read:
-                checked = Checked(checked_at_s, self.reader.position)
+                checked = CheckedEnd(checked_at_s, self.reader.position)
                 for watcher in self._watchers:
                     if watcher.for_replica:
                         watcher.buffer.put([checked])
@@ -197,10 +196,10 @@ class WatchService:
 
 
 def _before(item: _Item) -> Position:
-    return item.position if isinstance(item, Checked) else item.before
+    return item.position if isinstance(item, CheckedEnd) else item.before
 
 
-def _events_of(watcher: _Watcher, news: EntryNews) -> list[IndexEvent]:
+def _events_of(watcher: _Watcher, news: EntryEvents) -> list[IndexEvent]:
     """What a watcher gets of an entry. Within it the position stays before it: a resumed watch gets all of it again."""
     batch = news.batch(watcher.interest) if watcher.for_replica else None
     if batch is not None:

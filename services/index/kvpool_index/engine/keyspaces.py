@@ -1,4 +1,4 @@
-"""Keyspaces as the engine serves them."""
+"""Keyspaces and their policies."""
 
 import contextlib
 import logging
@@ -17,12 +17,13 @@ from kvpool.core.keyspace import (
     encode_keyspace,
     keyspace_id,
 )
-from kvpool_index.ports import BoundKeyspace, KeyspaceRegistry, PolicyRegistry
+from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
+from kvpool_index.ports import BoundKeyspace, KeyspaceRegistry, NodeDirectory, PolicyRegistry
 
 _log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_CACHE_MAX: Final = 65536  # keyspaces; the cache starts anew beyond this
+_CACHE_MAX: Final = 65536  # keyspaces; the cache is cleared beyond this
 
 SecretOf = Callable[[str], bytes]
 """The 32-byte secret of a tenant."""
@@ -123,7 +124,7 @@ class KeyspaceService:
         return known
 
     async def find(self, keyspace: bytes) -> KnownKeyspace | None:
-        """A keyspace of whichever tenant, or None."""
+        """Return a keyspace of any tenant, or None."""
         known = self._known.get(keyspace)
         if known is None:
             bound = await self._registry.by_id(keyspace)
@@ -208,3 +209,58 @@ def _decoded(bound: BoundKeyspace) -> KnownKeyspace:
         grid=grid,
         all_shards=grid.all_shards,
     )
+
+
+_VERSION_MAX: Final = 1 << 53  # the store's scripts count in doubles
+
+
+class PolicyService:
+    """Sets policies for operators, hands them to pagestores, and takes back from these what the store has lost."""
+
+    def __init__(self, keyspaces: KeyspaceRegistry, policies: PolicyRegistry, nodes: NodeDirectory) -> None:
+        self._keyspaces = keyspaces
+        self._policies = policies
+        self._nodes = nodes
+
+    async def set(self, tenant: str, name: str, policy: KeyspacePolicy) -> VersionedPolicy:
+        """Replace the policy of a keyspace of this tenant. Raises KeyspaceUnknown, InvalidRequest."""
+        policy.check()
+        if not name:
+            raise InvalidRequest("a keyspace name must not be empty")
+        named = [bound for bound in await self._keyspaces.of_tenant(tenant) if bound.name == name]
+        if not named:
+            raise KeyspaceUnknown(f"the tenant has no keyspace {name!r}")
+        keyspace = named[0].keyspace_id
+        return VersionedPolicy(keyspace=keyspace, policy=policy, version=await self._policies.set(keyspace, policy))
+
+    async def of(self, keyspaces: Sequence[bytes]) -> dict[bytes, VersionedPolicy]:
+        """Return the policies of those keyspaces that have one, by keyspace."""
+        return {one.keyspace: one for one in await self._policies.get(keyspaces)}
+
+    async def get(self, keyspaces: Sequence[bytes]) -> tuple[list[VersionedPolicy], int]:
+        """Policies of keyspaces, and the version of all."""
+        version = await self._policies.version()  # first: what is set meanwhile is fetched again, not missed
+        return await self._policies.get(keyspaces), version
+
+    async def restore(
+        self, tenant: str, node_id: bytes, incarnation: int, kept: Sequence[tuple[bytes, VersionedPolicy]]
+    ) -> None:
+        """Put back policies of this tenant's keyspaces that the store has lost, from a node that holds its lease.
+
+        kept: each with the encoding of its keyspace. Raises InvalidRequest, LeaseLost, StaleIncarnation.
+        """
+        own: list[VersionedPolicy] = []
+        for index, (encoding, one) in enumerate(kept):
+            owner, _ = decode_keyspace(encoding)
+            if keyspace_id(encoding) != one.keyspace:
+                raise InvalidRequest(f"policy {index}: its keyspace has another encoding", item_index=index)
+            if one.version > _VERSION_MAX:
+                raise InvalidRequest(f"policy {index}: no index ever gave out version {one.version}", item_index=index)
+            if owner == tenant:
+                own.append(one)
+        await self._nodes.ordinal(node_id, incarnation)
+        await self._policies.restore(own)
+
+    async def version(self) -> int:
+        """Return the version of all policies."""
+        return await self._policies.version()

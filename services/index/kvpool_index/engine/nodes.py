@@ -1,18 +1,19 @@
-"""Nodes as the engine serves them: leases through the store, liveness from a table that is kept fresh."""
+"""Nodes and their leases: granted by the store, looked up in a table that is kept fresh."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpool.core.clock import Clock
-from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad, RegistrationAttempt
+from kvpool.core.cluster import LeaseRenewal, LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import KvPoolError, Overloaded, StoreUnavailable
 from kvpool.core.placement import place
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.nodes import NodeRecord, NodeTable, Renewal, check_registration
+from kvpool_index.engine.keyspaces import PolicyService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import NodeDirectory, NodeGrant
 
@@ -21,6 +22,14 @@ _log = logging.getLogger(__name__)
 # A report about an unknown node is reason to ask the store, but clients can make such ids up.
 _UNKNOWN_NODE_REFRESH_S: Final = 0.25
 _GONE_ORDINALS_MAX: Final = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    node_id: bytes
+    incarnation: int
+    registered: NodeRecord | None = None  # None: the lease has ended
+    asked_at_s: float = 0.0
 
 
 class NodeService:
@@ -35,8 +44,8 @@ class NodeService:
         self._refreshed_at_s = float("-inf")
         self._refreshing: asyncio.Future[None] | None = None
         self._gone_ordinals: set[int] = set()
-        # Registrations and ends served here, since a snapshot was asked for: the record and when it was, or the node.
-        self._changes: list[tuple[NodeRecord, float] | bytes] = []
+        # Registrations and ends that this replica served since it last asked for a snapshot.
+        self._changes: list[_Change] = []
 
     async def register(self, info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt) -> NodeLease:
         """Grant a lease. Raises InvalidRequest, StaleIncarnation."""
@@ -68,12 +77,12 @@ class NodeService:
             ended=False,
             lease_remaining_ms=ttl_ms,
         )
-        self._changes.append((record, asked_at_s))
+        self._changes.append(_Change(info.node_id, grant.incarnation, record, asked_at_s))
         self.table.put(record, asked_at_s)
         self._metrics.node_events.labels("registered").inc()
 
     async def renew(self, renewals: Sequence[Renewal]) -> list[KvPoolError | None]:
-        """For each lease why it was not renewed: LeaseLost, StaleIncarnation. Raises StoreUnavailable, Overloaded."""
+        """Return for each lease None, LeaseLost or StaleIncarnation. Raises StoreUnavailable, Overloaded."""
         asked_at_s, config = self._clock.monotonic_s(), self._config
         timed = [
             replace(one, lease_ttl_ms=config.idle_lease_ttl_ms if one.load is None else config.lease_ttl_ms)
@@ -90,7 +99,7 @@ class NodeService:
         await self._directory.end(node_id, incarnation, process_id)
         record = self.table.live_record(node_id, self._clock.monotonic_s())
         if record is not None and record.info.incarnation == incarnation:
-            self._changes.append(node_id)
+            self._changes.append(_Change(node_id, incarnation))
             self.table.forget(node_id)
             self._metrics.node_events.labels("ended").inc()
 
@@ -101,12 +110,16 @@ class NodeService:
         return [node for node in nodes if kind is None or node.info.kind == kind]
 
     async def record(self, node_id: bytes) -> NodeRecord | None:
-        """What is known of a node; asks the store about one that may just have registered elsewhere."""
-        if self.table.record(node_id) is None:
-            now_s = self._clock.monotonic_s()
-            if now_s - self._refreshed_at_s >= _UNKNOWN_NODE_REFRESH_S:
+        """Return the record of a node that has not ended its lease; reads the store if there is none here.
+
+        A node that ended it holds nothing: what it left is removed with other dead locations.
+        """
+        record = self.table.record(node_id)
+        if record is None or record.ended:
+            if self._clock.monotonic_s() - self._refreshed_at_s >= _UNKNOWN_NODE_REFRESH_S:
                 await self.refresh()
-        return self.table.record(node_id)
+            record = self.table.record(node_id)
+        return record if record is not None and not record.ended else None
 
     def live_nodes_now(self) -> list[LiveNode]:
         """Live nodes by node id, as this replica knows them."""
@@ -118,28 +131,28 @@ class NodeService:
         return place(alive, keyspace=keyspace, chain_head=chain_head, host_id=host_id, count=count)
 
     def live_node_now(self) -> Callable[[int], NodeInfo | None]:
-        """A look-up of ordinals as of now."""
+        """Return a look-up of live nodes by ordinal as of now."""
         now_s = self._clock.monotonic_s()
         return lambda ordinal: self.table.live_by_ordinal(ordinal, now_s)
 
     async def learn(self, ordinals: Iterable[int]) -> None:
-        """Ask the store about ordinals that are not known here: they are new, or gone for good.
+        """Refresh the table if an ordinal is not known here: it is new, or gone for good.
 
         The store is asked once for each, so that what dead nodes left behind costs nothing until it is cleaned up.
         """
-        strange = {ordinal for ordinal in ordinals if not self.table.knows_ordinal(ordinal)} - self._gone_ordinals
-        if not strange:
+        unknown = {ordinal for ordinal in ordinals if not self.table.knows_ordinal(ordinal)} - self._gone_ordinals
+        if not unknown:
             return
         await self.refresh()
         if len(self._gone_ordinals) > _GONE_ORDINALS_MAX:
             self._gone_ordinals.clear()
-        self._gone_ordinals |= {ordinal for ordinal in strange if not self.table.knows_ordinal(ordinal)}
+        self._gone_ordinals |= {ordinal for ordinal in unknown if not self.table.knows_ordinal(ordinal)}
 
     async def refresh(self) -> None:
         """Read all nodes from the store as they are after this call began. Calls at the same time share reads."""
         under_way = self._refreshing
         if under_way is not None:
-            with suppress(StoreUnavailable, Overloaded):  # the next read will tell
+            with suppress(StoreUnavailable, Overloaded):  # the next read reports it
                 await asyncio.shield(under_way)
         if self._refreshing is None or self._refreshing is under_way:
             self._refreshing = asyncio.ensure_future(self._read_all())
@@ -152,7 +165,7 @@ class NodeService:
         while True:
             try:
                 await self.refresh()
-                await self._bury()
+                await self._declare_dead()
             except (StoreUnavailable, Overloaded) as error:
                 self._metrics.store_up.set(0)
                 if was_up:
@@ -173,18 +186,19 @@ class NodeService:
             await asyncio.sleep(0)  # matches have their turn
         # An answer that is older than a registration served here would hide the new node until the next read.
         for change in self._changes:
-            self._make_again(change)
+            self._apply_again(change)
         self._refreshed_at_s = asked_at_s
         self._count_nodes()
 
-    def _make_again(self, change: tuple[NodeRecord, float] | bytes) -> None:
-        if isinstance(change, bytes):
-            self.table.forget(change)
+    def _apply_again(self, change: _Change) -> None:
+        """Apply a change to the table, unless the snapshot has a newer incarnation, registered at another replica."""
+        known = self.table.record(change.node_id)
+        if known is not None and known.info.incarnation > change.incarnation:
             return
-        record, asked_at_s = change
-        known = self.table.record(record.info.node_id)
-        if known is None or known.info.incarnation <= record.info.incarnation:  # else it registered again elsewhere
-            self.table.put(record, asked_at_s)
+        if change.registered is not None:
+            self.table.put(change.registered, change.asked_at_s)
+        else:
+            self.table.forget(change.node_id)
 
     def _refresh_ended(self, read: "asyncio.Future[None]") -> None:
         if self._refreshing is read:
@@ -192,7 +206,7 @@ class NodeService:
         if not read.cancelled():
             read.exception()  # also when every caller has left; those who wait get it themselves
 
-    async def _bury(self) -> None:
+    async def _declare_dead(self) -> None:
         """Declare overdue nodes dead, and forget those that have been gone for long."""
         forget_after_ms = self._config.node_forget_ms
         for info in self.table.departed(forget_after_ms):
@@ -208,3 +222,85 @@ class NodeService:
         self._metrics.staleness_bound.set(bound_ms / 1e3)
         for kind in NodeKind:
             self._metrics.live_nodes.labels(kind.name.lower()).set(counts.get(kind, 0))
+
+
+_GATHER_S: Final = 0.05
+_WAITING_MAX: Final = 1 << 17  # renewals that wait for the store at once
+
+Refusals = list[KvPoolError | None]
+"""For each renewal None, or the error that refused it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    renewals: Sequence[Renewal]
+    answer: asyncio.Future[tuple[Refusals, int]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class LeaseService:
+    """Gathers renewals for the store, and says how long a lease lives."""
+
+    def __init__(self, nodes: NodeService, policies: PolicyService, config: IndexConfig) -> None:
+        self._nodes = nodes
+        self._policies = policies
+        self._config = config
+        self._waiting: list[_Waiting] = []
+        self._waiting_count = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def renew(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseRenewal, LeaseRenewal]:
+        """Why each was refused, and what holds for the others: with a load, without one. Raises StoreUnavailable."""
+        if self._waiting_count + len(renewals) > _WAITING_MAX:
+            raise Overloaded(f"{self._waiting_count} renewals of leases wait for the store")
+        waiting = _Waiting(renewals)
+        self._waiting.append(waiting)
+        self._waiting_count += len(renewals)
+        if self._task is None:
+            self._task = asyncio.create_task(self._renew_waiting(), name="renew-leases")
+        refusals, version = await waiting.answer
+        config = self._config
+        return (
+            refusals,
+            LeaseRenewal(
+                lease_ttl_ms=config.lease_ttl_ms, policy_version=version, renew_interval_ms=config.renew_interval_ms
+            ),
+            LeaseRenewal(
+                lease_ttl_ms=config.idle_lease_ttl_ms,
+                policy_version=version,
+                renew_interval_ms=config.idle_lease_ttl_ms // 3,
+            ),
+        )
+
+    async def close(self) -> None:
+        """Stop renewing."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _renew_waiting(self) -> None:
+        try:
+            while self._waiting:
+                await asyncio.sleep(_GATHER_S)
+                waiting, self._waiting, self._waiting_count = self._waiting, [], 0
+                await self._renew(waiting)
+        finally:
+            self._task = None
+            for each in self._waiting:
+                each.answer.cancel()
+
+    async def _renew(self, waiting: Sequence[_Waiting]) -> None:
+        try:
+            version = await self._policies.version()
+            refusals = await self._nodes.renew([one for each in waiting for one in each.renewals])
+        except Exception as error:
+            for each in waiting:
+                if not each.answer.done():
+                    each.answer.set_exception(error)
+            return
+        at = 0
+        for each in waiting:
+            if not each.answer.done():  # else its stream has ended
+                each.answer.set_result((refusals[at : at + len(each.renewals)], version))
+            at += len(each.renewals)

@@ -29,16 +29,13 @@ from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.nodes import Renewal
-from kvpool_index.engine_announce import AnnounceService, AnnounceStream
-from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
-from kvpool_index.engine_leases import LeaseService, Refusals
-from kvpool_index.engine_log import LogReader
-from kvpool_index.engine_match import MatchService, RouteService
-from kvpool_index.engine_nodes import NodeService
-from kvpool_index.engine_policies import PolicyService
-from kvpool_index.engine_reconcile import ReconcileService
-from kvpool_index.engine_sweep import SweepService
-from kvpool_index.engine_watch import WatchService
+from kvpool_index.engine.announce import AnnounceService, AnnounceStream, ReconcileService
+from kvpool_index.engine.dead_locations import DeadLocations
+from kvpool_index.engine.keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, PolicyService, SecretOf
+from kvpool_index.engine.log_reader import LogReader
+from kvpool_index.engine.match import MatchService, RouteService
+from kvpool_index.engine.nodes import LeaseService, NodeService, Refusals
+from kvpool_index.engine.watch import WatchService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
 
@@ -108,10 +105,10 @@ class IndexEngine:
         self._policies = PolicyService(store.keyspaces, store.policies, store.nodes)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
         self._leases = LeaseService(self._nodes, self._policies, config)
-        self._matches = MatchService(store, self._nodes, self._keyspaces, config, metrics, tracer)
-        self._sweeps = SweepService(
+        self._dead = DeadLocations(
             store.locations, self._nodes, self._keyspaces, metrics, interval_s=config.sweep_interval_s
         )
+        self._matches = MatchService(store, self._nodes, self._keyspaces, config, self._dead, metrics, tracer)
         self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
         self._announcements = AnnounceService(store.locations, store.events, self._nodes, self._keyspaces, metrics)
         self._reconciliation = ReconcileService(store.locations, self._announcements, store.nodes, metrics)
@@ -119,7 +116,7 @@ class IndexEngine:
 
     @property
     def watch_reader(self) -> LogReader:
-        """Who reads the log of events for watchers."""
+        """The reader of the event log."""
         return self._watches.reader
 
     def background_work(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
@@ -127,13 +124,13 @@ class IndexEngine:
         return [
             ("look-after-store", self._store.run()),
             ("refresh-nodes", self._nodes.run()),
-            ("remove-dead", self._matches.run()),
-            ("sweep", self._sweeps.run()),
+            ("remove-dead", self._dead.run_removals()),
+            ("sweep", self._dead.run_sweeps()),
         ]
 
     async def sweep(self) -> int:
-        """Remove now what nodes that are gone for good left behind; the number of entries. See SweepService."""
-        return await self._sweeps.sweep()
+        """Remove now what nodes that are gone for good left behind; the number of entries. See DeadLocations."""
+        return await self._dead.sweep()
 
     def drain(self) -> None:
         """End all open streams; their callers go on with another replica."""
@@ -145,53 +142,53 @@ class IndexEngine:
         await self._leases.close()
 
     async def open_keyspace(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
-        """Raises InvalidRequest, KeyspaceMismatch."""
+        """Bind a name to a spec. Raises InvalidRequest, KeyspaceMismatch."""
         return await self._keyspaces.open(tenant, name, spec)
 
     async def list_keyspaces(self, tenant: str) -> list[KnownKeyspace]:
-        """By name."""
+        """Return the tenant's keyspaces by name."""
         return await self._keyspaces.of_tenant(tenant)
 
     async def register_node(
         self, info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt = UNNUMBERED
     ) -> NodeLease:
-        """Raises InvalidRequest, StaleIncarnation."""
+        """Grant a lease. Raises InvalidRequest, StaleIncarnation."""
         return await self._nodes.register(info, last_incarnation, attempt)
 
     async def set_policy(self, tenant: str, name: str, policy: KeyspacePolicy) -> VersionedPolicy:
-        """Raises KeyspaceUnknown, InvalidRequest."""
+        """Replace a keyspace's policy. Raises KeyspaceUnknown, InvalidRequest."""
         return await self._policies.set(tenant, name, policy)
 
     async def policies_of(self, keyspaces: Sequence[bytes]) -> dict[bytes, VersionedPolicy]:
-        """By keyspace, those that have one."""
+        """Return the policies of those keyspaces that have one, by keyspace."""
         return await self._policies.of(keyspaces)
 
     async def keyspace_policies(self, keyspaces: Sequence[bytes]) -> tuple[list[VersionedPolicy], int]:
-        """Of those keyspaces that have one, and the version of all policies."""
+        """Return the policies of those keyspaces that have one, and the version of all policies."""
         return await self._policies.get(keyspaces)
 
     async def restore_policies(
         self, tenant: str, node_id: bytes, incarnation: int, kept: Sequence[tuple[bytes, VersionedPolicy]]
     ) -> None:
-        """Put back what the store has lost. kept: with the encoding of each. Raises InvalidRequest, LeaseLost."""
+        """Restore what the store has lost. kept: with the encoding of each. Raises InvalidRequest, LeaseLost."""
         await self._policies.restore(tenant, node_id, incarnation, kept)
 
     async def renew_leases(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseRenewal, LeaseRenewal]:
-        """See LeaseService."""
+        """Renew leases; see LeaseService."""
         return await self._leases.renew(renewals)
 
     async def end_lease(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
-        """Idempotent. Raises StaleIncarnation."""
+        """End a lease; idempotent. Raises StaleIncarnation."""
         await self._nodes.end(node_id, incarnation, process_id)
 
     async def list_nodes(self, kind: NodeKind | None) -> list[LiveNode]:
-        """By node id."""
+        """Return live nodes by node id."""
         return await self._nodes.live_nodes(kind)
 
     async def open_announce(
         self, node_id: bytes, incarnation: int, announce_epoch: int, process_id: bytes = b""
     ) -> AnnounceStream:
-        """Raises StaleIncarnation, LeaseLost."""
+        """Open an announce stream, which fences the node's earlier ones. Raises StaleIncarnation, LeaseLost."""
         fence = await self._store.nodes.open_stream(node_id, incarnation, announce_epoch, process_id)
         return self._announcements.open(fence, self._reconciliation)
 
@@ -206,7 +203,7 @@ class IndexEngine:
     ) -> tuple[list[int], int]:
         """Digests and the announce sequence they cover. Raises InvalidRequest, LeaseLost, StaleIncarnation.
 
-        encodings: of keyspaces that the store is to know again; those of other tenants are passed over.
+        encodings: of keyspaces that the store is to know again; those of other tenants are skipped.
         """
         if encodings:
             await self._store.nodes.ordinal(node_id, incarnation)  # only a node that holds its lease restores any
@@ -228,7 +225,7 @@ class IndexEngine:
         return await self._matches.match_several(tenant, queries)
 
     async def route(self, tenant: str, query: ChainQuery, *, with_unmatched: bool, count: int) -> RouteAnswer:
-        """Hosts by what they have of a chain. Raises InvalidRequest, KeyspaceUnknown."""
+        """Rank hosts by what they have of a chain. Raises InvalidRequest, KeyspaceUnknown."""
         return await self._routes.route(tenant, query, with_unmatched=with_unmatched, count=count)
 
     async def place(self, tenant: str, keyspace: bytes, chain_head: bytes, host_id: str, count: int) -> list[NodeInfo]:
@@ -239,11 +236,11 @@ class IndexEngine:
         return self._nodes.place(keyspace, chain_head, host_id, count or 1)
 
     async def report_stale(self, tenant: str, stale: Sequence[StaleLocation]) -> list[bool]:
-        """Per item, whether the location was there."""
+        """Remove stale locations; returns per item whether it was there."""
         return await self._announcements.report_stale(tenant, stale)
 
     async def drop_keyspace(self, tenant: str, keyspace: bytes, node_id: bytes) -> int:
-        """Chunks that lost a location. Raises KeyspaceUnknown."""
+        """Remove a keyspace's locations; returns the number of chunks that lost one. Raises KeyspaceUnknown."""
         return await self._announcements.drop(tenant, keyspace, node_id)
 
     def watch(
@@ -253,7 +250,7 @@ class IndexEngine:
         return self._watches.watch(tenant, after_position, keyspace, for_replica=for_replica, peer=peer)
 
     async def info(self) -> IndexInfo:
-        """Limits and versions; asks the store whether it is there."""
+        """Return limits and versions, and whether the store can be reached."""
         try:
             await self._store.ping()
             reachable = True

@@ -1,0 +1,1 @@
+"""What the index does: one module for each concern, wired by `index.IndexEngine`."""
