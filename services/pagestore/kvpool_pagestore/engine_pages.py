@@ -232,7 +232,8 @@ class PageCalls:
             peer.check_live()
             return self._table.reserve(peer.session, record)
 
-        answer: ReserveAnswer = await self._space.find(keyspace.tenant, item.page_bytes, attempt)
+        with self._retained.seeking_room(item.key):
+            answer: ReserveAnswer = await self._space.find(keyspace.tenant, item.page_bytes, attempt)
         if answer is Admission.EXISTS:
             return self._retained.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
         if isinstance(answer, KvPoolError):

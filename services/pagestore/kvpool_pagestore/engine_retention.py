@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kvpool.core.clock import Clock
@@ -90,6 +91,8 @@ class RetentionManager:
             self._note(record.key.keyspace + record.key.chunk_hash, record.metadata)
             if record.metadata.pinned_until_us > self._clock.wall_us():
                 self._pins.pin({record.key: record.page_bytes}, record.metadata.pinned_until_us, 0, force=True)
+            elif record.key in self._pins:  # counted for a writer who came second
+                self._pins.unpin([record.key])
 
     def left(self, event: PagesLeft) -> None:
         """Forget what was known of pages that have gone from staging and from disk."""
@@ -106,9 +109,18 @@ class RetentionManager:
             return None
         return self._pin(request.record)
 
+    @contextmanager
+    def seeking_room(self, key: PageKey) -> Iterator[None]:
+        """Take back the pin that was counted for a page if the block, which seeks a slot for it, raises."""
+        try:
+            yield
+        except BaseException:
+            self.turned_down(key)
+            raise
+
     def turned_down(self, key: PageKey) -> None:
         """A page that was admitted did not come, or not now."""
-        if key in self._pins:
+        if key in self._pins and not self._table.is_coming(key):  # else its own writer's end decides
             kept = self._table.metadata(key)
             if kept is None or not kept.pinned_until_us:
                 self._pins.unpin([key])

@@ -187,8 +187,9 @@ class SpanCalls:
             peer.check_live()
             return self._table.reserve_slot(peer.session, record, slot_bytes_for(record.page_bytes))
 
-        answer: Slot | Admission | KvPoolError = await self._space.find(keyspace.tenant, record.page_bytes, attempt)
-        peer.check_live()
+        with self._retained.seeking_room(record.key):
+            answer: Slot | Admission | KvPoolError = await self._space.find(keyspace.tenant, record.page_bytes, attempt)
+            peer.check_live()
         return answer
 
     def _count(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
 import pytest
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import InvalidRequest, QuotaExceeded, StoreFault
+from kvpool.core.errors import InvalidRequest, QuotaExceeded, SessionUnknown, StoreFault
 from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey, page_bytes
 from kvpool.core.payload import payload_bytes
@@ -19,6 +21,7 @@ from kvpool.testing import ManualClock, eventually
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem
 from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.ports import Workers
 from tests.fixtures.pagestore import (
     GRID,
     KEYSPACE,
@@ -31,11 +34,14 @@ from tests.fixtures.pagestore import (
     metadata,
     new_world,
     page_key,
+    page_span,
     running_engine,
 )
 from tests.fixtures.pagestore_calls import acquire_one, open_session, wanted
 from tests.fixtures.stored_pages import stored_pages
 
+P = ParamSpec("P")
+T = TypeVar("T")
 HASHES = [page_key(number).chunk_hash for number in range(16)]
 
 
@@ -246,6 +252,70 @@ async def test_a_pin_that_is_turned_away_does_not_count() -> None:
             assert isinstance(answer, Grant)
             assert await reserve(running, peer, 1, pinned_until_us=1 << 60) is Admission.PENDING
             assert running.engine.retained.pinned_bytes == 0
+
+
+class HeldWorkers:
+    """A ports.Workers whose calls wait for `go`."""
+
+    def __init__(self, workers: Workers, go: asyncio.Event) -> None:
+        self._workers = workers
+        self._go = go
+        self.threads = workers.threads
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        await self._go.wait()
+        return await self._workers.run(function, *args, **kwargs)
+
+
+@asynccontextmanager
+async def no_room_yet() -> AsyncIterator[tuple[Running, PeerSession, asyncio.Event]]:
+    """An engine that makes no room for pages until the event is set."""
+    go = asyncio.Event()
+    with new_world(clock=ManualClock()) as world:
+        world.wrap_workers = lambda name, workers: HeldWorkers(workers, go) if name == "verify" else workers
+        async with engine_at(world) as (running, peer, _):
+            try:
+                yield running, peer, go
+            finally:
+                go.set()
+
+
+async def reserve_pinned(running: Running, peer: PeerSession, as_span: bool) -> object:
+    if not as_span:
+        return await reserve(running, peer, 1, pinned_until_us=PINNED_FOREVER_US)
+    retention = ((1, Retention(pinned_until_us=PINNED_FOREVER_US)),)
+    return await running.engine.spans.reserve(peer, page_span(1, 1, retention=retention))
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+@pytest.mark.parametrize("as_span", [False, True])
+async def test_a_pin_does_not_count_when_its_reserve_ends_while_room_is_made(as_span: bool, cancelled: bool) -> None:
+    async with no_room_yet() as (running, peer, go):
+        begun = asyncio.ensure_future(reserve_pinned(running, peer, as_span))
+        await eventually(lambda: running.engine.retained.pinned_bytes == PAGE_BYTES)
+        if cancelled:
+            begun.cancel()
+        else:
+            running.engine.sessions.close(peer)
+        go.set()
+        await asyncio.wait([begun])
+        assert begun.cancelled() or isinstance(begun.exception(), SessionUnknown)
+        assert running.engine.retained.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("as_span", [False, True])
+async def test_a_pin_does_not_count_when_another_writer_gets_the_page_while_room_is_made(as_span: bool) -> None:
+    async with no_room_yet() as (running, peer, go):
+        first = asyncio.ensure_future(reserve(running, peer, 1))
+        second = asyncio.ensure_future(reserve_pinned(running, await open_session(running), as_span))
+        await eventually(lambda: running.engine.retained.pinned_bytes == PAGE_BYTES)
+        go.set()
+        answer = await first
+        assert isinstance(answer, Grant)
+        await second
+        fill_page(running.engine.pages.view(answer), page_key(1))
+        assert await running.engine.pages.commit(peer, [answer.lease_id]) == [None]
+        assert running.engine.retained.pinned_bytes == 0
 
 
 @pytest.mark.parametrize("pinned", [True, False])
