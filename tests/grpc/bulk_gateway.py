@@ -107,6 +107,17 @@ class MemorySession:
         slot[:] = page
         return ReadGrant(lease_id=lease_id, page=memoryview(slot).toreadonly(), metadata=metadata)
 
+    def verify(self, keys: Sequence[PageKey]) -> Sequence[KvPoolError | bool]:
+        """As the engine: pages that fail are dropped."""
+        answers: list[KvPoolError | bool] = []
+        for page_key in keys:
+            page, _ = self._gateway.pages.get(page_key, (None, None))
+            fault = verify(page, page_key) if page is not None else None
+            if fault is not None:
+                del self._gateway.pages[page_key]
+            answers.append(PageCorrupt(str(fault)) if fault is not None else page is not None)
+        return answers
+
     def release(self, grants: Sequence[ReadGrant]) -> None:
         for grant in grants:
             self._free(grant.lease_id)

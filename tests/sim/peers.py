@@ -77,6 +77,20 @@ class SimPeers:
         for index in unsettled:
             on_page(index, broken or ServiceUnavailable("the pull was stopped"), False)
 
+    def verify(self, source: RemoteSource, spec: KeyspaceSpec, keys: Sequence[PageKey], deadline_s: float) -> None:
+        """One answer for all of them."""
+        loop = self._world.loop
+        answers: asyncio.Queue[tuple[int, KvPoolError | None, bytes | None, bool]] = asyncio.Queue()
+
+        def serve(engine: PageStoreEngine, send: _Send) -> Coroutine[Any, Any, None]:
+            return _serve_verify(engine, source, keys, send)
+
+        if serving := self._begin(source, answers, current_process(), serve):
+            try:
+                wait_for(loop, _next(answers, deadline_s))
+            finally:
+                serving()
+
     def push(
         self,
         target: RemoteSource,
@@ -86,6 +100,7 @@ class SimPeers:
         *,
         require_durable: bool,
         on_page: Callable[[int, KvPoolError | None], None],
+        stop: Any,
     ) -> None:
         """Page by page and half by half, as `pull`; bytes are taken from the slots while they travel."""
         loop, world = self._world.loop, self._world
@@ -102,8 +117,9 @@ class SimPeers:
         unsettled = set(range(len(items)))
         ends_at_s = loop.time() + deadline_s
         broken: KvPoolError | None = None if serving else ServiceUnavailable("nobody listens there")
+        stop.on_stop(lambda: loop.call_soon_threadsafe(answers.put_nowait, (-1, None, None, False)))
         try:
-            while unsettled and broken is None:
+            while unsettled and broken is None and not stop.stopped:
                 index, error, _, _ = wait_for(loop, _next(answers, ends_at_s - loop.time()))
                 if index < 0:
                     broken = error
@@ -177,6 +193,20 @@ async def _next(answers: asyncio.Queue[Any], timeout_s: float) -> Any:
             return await answers.get()
     except TimeoutError:
         return -1, DeadlineExceeded("the pull took too long"), None, False
+
+
+async def _serve_verify(engine: PageStoreEngine, source: RemoteSource, keys: Sequence[PageKey], send: _Send) -> None:
+    try:
+        engine.check_incarnation(source.incarnation)
+        peer = engine.sessions.open_internal(TENANT_OF[keys[0].keyspace], [(keys[0].keyspace, SPEC)])
+    except KvPoolError as error:
+        send(-1, error, None, False)
+        return
+    try:
+        await engine.pages.verify(peer, keys)
+        send(0, None, None, False)
+    finally:
+        engine.sessions.close(peer)
 
 
 async def _serve_pull(

@@ -88,7 +88,9 @@ class PageStoreConfig(TlsSettings):
     quarantine_grace_ms: Annotated[int, "wait after a peer's process is gone before its slots are reused"] = 1000
     quarantine_poll_ms: Annotated[int, "how often it is looked whether a peer is gone, while one is missing"] = 200
     pull_timeout_ms: Annotated[int, "deadline of one pull from another node"] = 20_000
-    pull_stall_ms: Annotated[int, "a pull that brings no page for so long is given up"] = 3_000
+    pull_stall_ms: Annotated[int, "a pull that brings no page, or a push without answer, for so long is given up"] = (
+        3_000
+    )
     push_threads: Annotated[int, "pages sent to other nodes by so many streams at once"] = 2
     push_timeout_ms: Annotated[int, "deadline of 16 pages sent to another node"] = 30_000
     replication_factor: Annotated[int, "nodes that hold each page; a keyspace's own counts"] = 1

@@ -31,6 +31,7 @@ from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_pagestore.engine_clear import Clearing
+from kvpool_pagestore.engine_commits import Commits
 from kvpool_pagestore.engine_context import EngineContext, Staging, Tiers
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_drain import Drain
@@ -190,7 +191,8 @@ class PageStoreEngine:
         served_nodes = DurableValue(self._disk, "settled-nodes", self._tasks)
         self.replication = ReplicationManager(replication_limits(config), planner, policies, served_nodes, context)
         flights = make_flights(config, parts, tiers, policies, context)
-        self.pages = PageCalls(tiers, flights, policies, self.retained, self._keyspaces, verifiers, context)
+        commits = Commits(tiers, policies, self._keyspaces, verifiers, context)
+        self.pages = PageCalls(tiers, flights, commits, self.retained, local, context)
         self.spans = SpanCalls(tiers, self.retained, self.pages, context)
         self.prefetch = Prefetch(self._table, flights, self._keyspaces, metrics, config.arena_bytes)
         self.listing = Listing(self._table, self._disk, self._keyspaces, self.replication.most_read, parts.clock)

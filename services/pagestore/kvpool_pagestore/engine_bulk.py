@@ -71,6 +71,9 @@ class EngineBulkSession:
     def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
         return _on_loop(self._loop, self._acquire(keys, timeout_s))
 
+    def verify(self, keys: Sequence[PageKey]) -> Sequence[KvPoolError | bool]:
+        return _on_loop(self._loop, self._engine.pages.verify(self._peer, keys))
+
     def release(self, grants: Sequence[ReadGrant]) -> None:
         lease_ids = [grant.lease_id for grant in grants]
 

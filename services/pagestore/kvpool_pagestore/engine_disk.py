@@ -120,10 +120,9 @@ class DiskTier:
         """Somebody reads the page now."""
         return key in self._reading
 
-    async def recheck(self, key: PageKey, keyspace: Keyspace) -> None:
-        """A reader found this page corrupt: drop the disk's copy too unless it verifies."""
-        if key in self:
-            await self.read(key, keyspace, memoryview(bytearray(keyspace.page_bytes(key.shard))))
+    async def recheck(self, key: PageKey, keyspace: Keyspace) -> KvPoolError | None:
+        """A reader found this page corrupt: drop the disk's copy too unless it verifies; None, or why it does not."""
+        return await self.read(key, keyspace, memoryview(bytearray(keyspace.page_bytes(key.shard))))
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget pages at once; the disk follows in the background."""

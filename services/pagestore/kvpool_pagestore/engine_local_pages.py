@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import KvPoolError, PageCorrupt
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.core.replication import HeldChunk
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.ports import PushItem
+
+_log = logging.getLogger(__name__)
 
 _NAME_BYTES = 32  # keyspace id and chunk hash
 _CHUNKS_A_TURN = 512  # looked at between two turns of the loop: each takes 2 us, or 20 on a busy machine
@@ -63,7 +66,7 @@ class LocalPages:
         self._table, self._space, self._sealing = staging.table, staging.space, staging.sealing
         self._disk, self._write_back = tiers.disk, tiers.write_back
         self._keyspaces = keyspaces
-        self._tasks = context.tasks
+        self._tasks, self._metrics = context.tasks, context.metrics
 
     @property
     def is_being_written(self) -> bool:
@@ -121,11 +124,30 @@ class LocalPages:
         if page.slot is not None:
             self._table.unpin(page.slot)
 
-    def recheck(self, keyspace: Keyspace, key: PageKey) -> None:
-        """A receiver found a page damaged: drop it from staging, and verify its copy on disk."""
-        self._table.drop(key)
+    def start_recheck(self, keyspace: Keyspace, key: PageKey) -> None:
+        """Begin to `recheck` a page."""
+        self._tasks.start(self.recheck(keyspace, key), "recheck-page")
+
+    async def recheck(self, keyspace: Keyspace, key: PageKey) -> KvPoolError | bool:
+        """Verify a page that another node received corrupt. A copy that verifies stays, whatever that node says.
+
+        Returns whether a good copy is here, or why not: PageCorrupt if the only copy failed and was dropped.
+        """
+        error: KvPoolError | None = None
+        slot = self._table.find(key)
+        if slot is not None:
+            self._table.pin(slot)
+            error = await self._sealing.verify(slot)
+            self._table.unpin(slot)
+            if error is None:
+                return True
+            if isinstance(error, PageCorrupt) and self._table.find(key) is slot:
+                self._metrics.verification_failures.labels("reader").inc()
+                _log.error("%s; dropped", error.message)
+                self._table.drop(key)
         if self._disk is not None and key in self._disk:
-            self._tasks.start(self._disk.recheck(key, keyspace), "recheck-disk")
+            return await self._disk.recheck(key, keyspace) or True
+        return error or False
 
     async def buckets(self, keyspaces: Collection[bytes] | None = None) -> list[ChunkNames]:
         """Return keyspace id + chunk hash of all chunks here, or of these keyspaces, some hundreds of chunks together.

@@ -14,17 +14,17 @@ from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.events import PagesRead
-from kvpool_pagestore.core.keyspaces import KeyspaceBook, check_page
+from kvpool_pagestore.core.keyspaces import check_page
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
 from kvpool_pagestore.engine_acquire import Acquired, AcquireItem, Acquisition, OnAcquired
 from kvpool_pagestore.engine_commits import Commits
 from kvpool_pagestore.engine_context import EngineContext, Tiers
 from kvpool_pagestore.engine_flights import Flights
+from kvpool_pagestore.engine_local_pages import LocalPages
 from kvpool_pagestore.engine_retention import RetentionManager
 from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.ports import RemoteSource, Workers
+from kvpool_pagestore.ports import RemoteSource
 
 _log = logging.getLogger(__name__)
 
@@ -64,10 +64,9 @@ class PageCalls:
         self,
         tiers: Tiers,
         flights: Flights,
-        policies: PolicyBook,
+        commits: Commits,
         retained: RetentionManager,
-        keyspaces: KeyspaceBook,
-        verifiers: Workers,
+        local: LocalPages,
         context: EngineContext,
     ) -> None:
         self._tracer = context.tracer
@@ -77,11 +76,11 @@ class PageCalls:
         self._write_back = tiers.write_back
         self._flights = flights
         self._retained = retained
-        self._keyspaces = keyspaces
+        self._local = local
         self._events = context.events
         self._tasks = context.tasks
         self._metrics = context.metrics
-        self._commits = Commits(tiers, policies, keyspaces, verifiers, context)
+        self._commits = commits
 
     async def make_durable(self, key: PageKey) -> KvPoolError | None:
         """Wait until a visible page is on disk, whatever the plan of its keyspace says; None, or why it is not."""
@@ -209,6 +208,23 @@ class PageCalls:
         for lease_id in (*lease_ids, *corrupt_ids):
             self._table.release(peer.session, lease_id)
 
+    async def verify(self, peer: PeerSession, keys: Sequence[PageKey]) -> list[KvPoolError | bool]:
+        """Verify pages that a reader received corrupt, and drop those that fail. Per page whether it is here, and good.
+
+        Raises SessionUnknown.
+        """
+        peer.check_live()
+        answers: list[KvPoolError | bool] = []
+        for key in keys:
+            keyspace = peer.keyspace(key.keyspace)
+            if keyspace is None:
+                answers.append(KeyspaceUnknown(f"the session has not named keyspace {key.keyspace.hex()}"))
+            elif key.shard >= keyspace.grid.shard_count:
+                answers.append(False)
+            else:
+                answers.append(await self._local.recheck(keyspace, key))
+        return answers
+
     # Inside
 
     async def _reserve_one(
@@ -245,7 +261,6 @@ class PageCalls:
         self._metrics.verification_failures.labels("reader").inc()
         _log.error("page %s fails verification at %s and is dropped", key, peer.session.peer_name)
         self._table.drop(key)
-        if self._disk is not None and key in self._disk:
-            keyspace = self._keyspaces.find(key.keyspace)
-            assert keyspace is not None  # a page got here through a session that named it
-            self._tasks.start(self._disk.recheck(key, keyspace), "recheck-disk")
+        keyspace = peer.keyspace(key.keyspace)
+        assert keyspace is not None  # it has a lease of the page
+        self._local.start_recheck(keyspace, key)

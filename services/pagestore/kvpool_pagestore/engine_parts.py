@@ -141,7 +141,7 @@ def make_copy_planner(
     context: EngineContext,
 ) -> CopyPlanner:
     workers, timeout_s = parts.workers.push or parts.workers.pull, config.push_timeout_ms / 1e3
-    pusher = PagePusher(local, parts.peers, workers, context, timeout_s)
+    pusher = PagePusher(local, parts.peers, workers, context, timeout_s, config.pull_stall_ms / 1e3)
     return CopyPlanner(parts.placement, pusher, local, policies, config.replication_factor, context.clock)
 
 

@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _PULL_PAGES = 32  # of one stream: what it may hold of the arena
 _HEDGED_MAX = 256  # pages asked of two sources at once
 _QUIET_S = 0.25  # a stream that brings nothing for so long leaves its place to another one
+_VERIFY_TIMEOUT_S = 5.0  # for a source to verify pages that came corrupt from it
 QUIET_STREAMS_MAX = 64
 """Threads for streams whose peers are slow or hang, on top of those for streams that move."""
 
@@ -114,11 +115,15 @@ class PullCaller:
         """
         loop = asyncio.get_running_loop()
 
+        corrupt: list[PageKey] = []
+
         def received(position: int, error: KvPoolError | None, hit: bool) -> None:  # on the pulling thread
             page, slot = pages[position]
             reach("pagestore.pull.received")
             if hit and error is None:
                 error = _verify(page, self._space.view(slot))
+                if error is not None:
+                    corrupt.append(page.record.key)
             loop.call_soon_threadsafe(on_page, position, error, hit)
 
         causes = [page.cause for page, _ in pages]
@@ -127,13 +132,14 @@ class PullCaller:
                 size_bytes = sum(page.record.page_bytes for page, _ in pages)
                 span.set({PEER: stream.source.bulk_endpoint, PAGES: len(pages), BYTES: size_bytes})
             # In this context, so that the span goes to the peer with the call.
-            await self._workers.run(copy_context().run, self._call_blocking, stream, pages, received)
+            await self._workers.run(copy_context().run, self._call_blocking, stream, pages, received, corrupt)
 
     def _call_blocking(
         self,
         stream: PullStream,
         pages: list[tuple[Pulled, Slot]],
         on_page: Callable[[int, KvPoolError | None, bool], None],
+        corrupt: list[PageKey],
     ) -> None:
         items = [
             PullItem(
@@ -145,6 +151,8 @@ class PullCaller:
         ]
         spec = pages[0][0].keyspace.spec
         self._peers.pull(stream.source, spec, items, self._timeout_s, on_page, stream.stop)
+        if corrupt:  # else the source would announce them again and again
+            self._peers.verify(stream.source, spec, corrupt, min(self._timeout_s, _VERIFY_TIMEOUT_S))
 
 
 class Pulls:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvpool.core.cluster import NodeInfo
-from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, QuotaExceeded, ServiceUnavailable, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.engine_context import EngineContext
 from kvpool_pagestore.engine_local_pages import HeldPage, LocalPages
+from kvpool_pagestore.engine_stop import StopSignal
 from kvpool_pagestore.ports import PeerPages, PushItem, RemoteSource, Workers
 
 _log = logging.getLogger(__name__)
@@ -61,12 +62,14 @@ class PagePusher:
         workers: Workers,
         context: EngineContext,
         timeout_s: float,
+        stall_s: float,
     ) -> None:
+        """timeout_s: of one window. stall_s: a node that answers nothing for so long is given up."""
         self._local = local
         self._peers = peers
         self._workers = workers
         self._tasks, self._metrics = context.tasks, context.metrics
-        self._timeout_s = timeout_s  # of one window
+        self._timeout_s, self._stall_s = timeout_s, stall_s
         self._streams = asyncio.Semaphore(workers.threads)
 
     async def copy(
@@ -133,8 +136,22 @@ class PagePusher:
     ) -> None:
         errors: list[KvPoolError | None] = [ServiceUnavailable(f"{target.bulk_endpoint} did not answer")] * len(items)
 
+        stop, loop = StopSignal(), asyncio.get_running_loop()
+        watch: asyncio.TimerHandle | None = None
+
+        def moved() -> None:
+            nonlocal watch
+            if watch is not None:
+                watch.cancel()
+            watch = loop.call_later(self._stall_s, stop.stop)
+
+        def answered(index: int, error: KvPoolError | None) -> None:  # on the pushing thread
+            errors[index] = error
+            loop.call_soon_threadsafe(moved)
+
         def push() -> None:
             reach("pagestore.push.start")
+            loop.call_soon_threadsafe(moved)
             where = RemoteSource(
                 node_id=target.node_id, incarnation=target.incarnation, bulk_endpoint=target.bulk_endpoint
             )
@@ -144,7 +161,8 @@ class PagePusher:
                 items,
                 self._timeout_s,
                 require_durable=durable,
-                on_page=errors.__setitem__,
+                on_page=answered,
+                stop=stop,
             )
             reach("pagestore.push.end")
 
@@ -152,15 +170,20 @@ class PagePusher:
             await self._workers.run(push)
         except KvPoolError as refused:  # no room in the queue, or closing
             errors = [refused] * len(items)
+        finally:
+            if watch is not None:
+                watch.cancel()
         for item, error in zip(items, errors, strict=True):
             if error is None:
                 report.copied.append(item.key)
                 report.copied_bytes += len(item.page)
             else:
+                if isinstance(error, Stopped):
+                    error = DeadlineExceeded(f"{target.bulk_endpoint} answered nothing for {self._stall_s:g} s")
                 report.failed[item.key] = error
                 if isinstance(error, PageCorrupt):
                     _log.error("page %s fails verification at the node it was copied to: verified again here", item.key)
-                    self._local.recheck(keyspace, item.key)
+                    self._local.start_recheck(keyspace, item.key)
 
     def _count(self, sent: CopyReport, purpose: Purpose) -> None:
         self._metrics.moved_pages.labels(purpose.value).inc(len(sent.copied))

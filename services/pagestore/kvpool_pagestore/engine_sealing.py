@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvpool.core.errors import KvPoolError, StoreFault
-from kvpool.core.page import seal
+from kvpool.core.errors import KvPoolError, PageCorrupt, StoreFault
+from kvpool.core.page import seal, verify
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.slots import Slot, SlotState
 from kvpool_pagestore.engine_space import ArenaSpace
@@ -47,6 +47,15 @@ class Sealing:
             self._running.update(dict.fromkeys(part, end))
         return [await ends[slot] if slot in ends else None for slot in slots]
 
+    async def verify(self, slot: Slot) -> KvPoolError | None:
+        """Return why the sealed page in a slot is not good, or was not verified. The slot is READY, and pinned."""
+        if not slot.sealed or slot in self._running:
+            return None  # its sums are written, from what is there, before it leaves this host's memory
+        try:
+            return await self._workers.run(self._verify, slot)
+        except KvPoolError as refused:  # no room in the queue, or closing
+            return refused
+
     # Inside
 
     async def _seal(self, slots: Sequence[Slot]) -> KvPoolError | None:
@@ -66,6 +75,14 @@ class Sealing:
         self._metrics.sealed_bytes.inc(sum(slot.page.page_bytes for slot in slots))
         self._metrics.seal_seconds.inc(took_s)
         return None
+
+    def _verify(self, slot: Slot) -> PageCorrupt | None:
+        key = slot.page.key
+        keyspace = self._keyspaces.find(key.keyspace)
+        assert keyspace is not None  # a page got here through a session that named it
+        with self._space.view(slot) as view:
+            fault = verify(view, key, keyspace.spec.codec, keyspace.payload_bytes(key.shard))
+        return None if fault is None else PageCorrupt(f"page {key} in staging: {fault}")
 
     def _seal_all(self, slots: Sequence[Slot]) -> float:
         began_s = time.perf_counter()

@@ -236,6 +236,10 @@ class PeerPages(Protocol):
         """
         ...
 
+    def verify(self, source: RemoteSource, spec: KeyspaceSpec, keys: Sequence[PageKey], deadline_s: float) -> None:
+        """Ask a source whose pages of one keyspace fail their sums here to verify its own copies. Never raises."""
+        ...
+
     def push(
         self,
         target: RemoteSource,
@@ -245,10 +249,12 @@ class PeerPages(Protocol):
         *,
         require_durable: bool,
         on_page: Callable[[int, KvPoolError | None], None],
+        stop: Stop,
     ) -> None:
         """Give pages of one keyspace to another node. Calls on_page(item index, error) once per item; None: it has it.
 
-        require_durable: it has it on its disk. Never raises: what goes wrong is reported per item.
+        require_durable: it has it on its disk. Never raises: what goes wrong is reported per item. Returns soon after
+        `stop` is stopped; no page is read after the return.
         """
         ...
 

@@ -59,6 +59,10 @@ class BulkSession(Protocol):
         """Per key: a grant, the error, or None for a plain miss. Own tiers only: never forwarded."""
         ...
 
+    def verify(self, keys: Sequence[PageKey]) -> Sequence[KvPoolError | bool]:
+        """Verify pages that a reader received corrupt; drop those that fail. Per key whether it is here and good."""
+        ...
+
     def release(self, grants: Sequence[ReadGrant]) -> None:
         """Give read leases back."""
         ...

@@ -211,3 +211,23 @@ async def test_a_shard_that_does_not_exist_is_refused_before_anything_begins() -
             with pytest.raises(InvalidRequest, match="item 1"):
                 await acquire(running, peer, [wanted(1), WantedPage(key=page_key(1, shard=3))])
             assert running.engine.gauges().leases == 0
+
+
+@pytest.mark.parametrize("disk", [True, False])
+async def test_of_pages_said_to_be_corrupt_those_are_dropped_that_do_not_verify(disk: bool) -> None:
+    with new_world() as world:
+        async with running_engine(world, **({} if disk else {"disk_bytes": 0})) as running:
+            peer = await open_session(running)
+            await store(running, peer, range(3))
+            if disk:
+                await running.engine.flush(TENANT, b"")
+            read = await acquire_one(running, peer, wanted(1))
+            assert read.grant is not None
+            running.engine.pages.view(read.grant)[64] ^= 1  # as a fault of the memory would
+            keys = [page_key(0), page_key(1), page_key(9), page_key(0, shard=200), page_key(0, keyspace=b"?" * 16)]
+            good, corrupt, absent, no_shard, unknown = await running.engine.pages.verify(peer, keys)
+            assert good is True and absent is False and no_shard is False and isinstance(unknown, KeyspaceUnknown)
+            assert corrupt is True if disk else isinstance(corrupt, PageCorrupt)
+            await eventually(lambda: world.index.shards(1, Tier.STAGING) == 0)
+            assert [world.index.shards(number, Tier.STAGING) for number in range(3)] == [1, 0, 1]
+            assert running.metric("verification_failures_total", place="reader") == 1

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvpool.core.errors import ArenaFull
+from kvpool.core.errors import ArenaFull, PageCorrupt
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.testing import eventually
@@ -105,6 +105,29 @@ async def test_bytes_that_a_network_spoils_are_stored_nowhere() -> None:
         assert (await acquire_one(running, peer, wanted(0))).grant is not None
         peers.spoil = lambda page: None
         await eventually(lambda: cluster.holders_of(0) == [0, 1])
+
+
+async def test_a_node_that_says_that_good_pages_are_corrupt_has_none_dropped() -> None:
+    async with cluster_of(2, replication_factor=2, disk=False) as cluster:
+        cluster.members[1].refuse = lambda item: PageCorrupt("so it says")
+        await fill(cluster)
+        running = cluster.members[0].run
+        failures = {"purpose": "replica", "reason": "PAGE_CORRUPT"}
+        await eventually(lambda: running.metric("move_failures_total", **failures) >= len(PAGES))
+        peer = await open_session(running)
+        for number in PAGES:
+            assert (await acquire_one(running, peer, wanted(number), wait_s=0)).grant is not None
+
+
+async def test_a_push_to_a_node_that_answers_nothing_is_given_up() -> None:
+    async with cluster_of(2, replication_factor=2, pull_stall_ms=10) as cluster:
+        cluster.members[1].hung = True
+        await fill(cluster)
+        running = cluster.members[0].run
+        failures = {"purpose": "replica", "reason": "DEADLINE_EXCEEDED"}
+        await eventually(lambda: running.metric("move_failures_total", **failures) >= len(PAGES))
+        cluster.members[1].hung = False
+        await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
 
 
 async def test_a_full_queue_is_refused_and_a_sweep_finds_what_was_left_out() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvpool.client.transfer import PageToRead
@@ -15,6 +16,8 @@ from kvpool.core.page import PageKey, verify
 from kvpool_gpuagent.adapters.bounce import BounceBuffers, PeerClients
 
 _log = logging.getLogger(__name__)
+
+_VERIFY_TIMEOUT_S = 1.0  # for a source to verify pages that came corrupt from it: the load's next source waits for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +116,15 @@ class PageReading:
         """Ask one source; what it has is settled."""
         pages = [PageToRead(key=self._wishes[at].key, destination=self._pages[at]) for at in positions]
 
+        corrupt: list[PageKey] = []
+
         def on_page(item: int, error: KvPoolError | None, hit: bool) -> None:
             if hit:
                 wish = self._wishes[positions[item]]
                 fault = verify(pages[item].destination, wish.key, self._keyspace[1].codec, wish.payload_bytes)
                 if fault is not None:
                     error, hit = PageCorrupt(f"page {wish.key} fails its check: {fault}"), False
+                    corrupt.append(wish.key)
             self._loop.call_soon_threadsafe(self._answered, positions[item], source, error, hit)
 
         def read() -> None:
@@ -133,6 +139,11 @@ class PageReading:
             client.read_pages(
                 [self._keyspace], pages, on_page, timeout_s=remaining_s, expected_incarnation=source.incarnation
             )
+            if corrupt:  # else the source would announce them again and again
+                with suppress(KvPoolError):
+                    client.verify_pages(
+                        [self._keyspace], corrupt, timeout_s=_VERIFY_TIMEOUT_S, expected_incarnation=source.incarnation
+                    )
 
         await self._peers.run(read)
 
