@@ -11,12 +11,12 @@ from itertools import count
 import grpc
 from prometheus_client import CollectorRegistry
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, PageCorrupt, StaleIncarnation
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey, page_bytes, seal, verify
 from kvpool_pagestore.bulk_servicer import BulkLimits, PageTransferServicer
-from kvpool_pagestore.ports import PageMetadata
 from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
 from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors.auth import DefaultTenantAuthenticator, SyncAuth, current_identity

@@ -10,6 +10,7 @@ from itertools import islice
 import grpc
 
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
+from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, StaleIncarnation
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
@@ -17,8 +18,8 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.frames import BulkFrame
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
 from kvpool_pagestore.bulk_servicer import PageTransferServicer, WriteMessage
-from kvpool_pagestore.engine_stop import StopSignal
-from kvpool_pagestore.ports import PullItem, RemoteSource
+from kvpool_pagestore.engine.context import StopSignal
+from kvpool_pagestore.ports import PullItem
 from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors.errors import SyncErrors
 from kvpool_server.listen import TcpAddress

@@ -12,9 +12,9 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_pages import ReserveItem, WantedPage
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine.pages import ReserveItem, WantedPage
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.store import PageStoreEngine
 from tests.sim.loop import Process, current_process
 from tests.sim.nodes import World
 from tests.sim.pages import SPEC, TENANT_OF, true_page

@@ -9,7 +9,7 @@ from typing import Annotated
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import StagingMode, WritePolicy, check_combination, option_of
 from kvpool.core.sizing import DEFAULT_SEGMENT_BYTES, prepared_segment_bytes
-from kvpool_pagestore.core.quota import TenantQuotas
+from kvpool_pagestore.core.admission import TenantQuotas
 from kvpool_server.tls import TlsSettings
 
 PROMOTION_SHARE = 8  # one part in this many of the arena is never given to writers

@@ -9,16 +9,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_acquire import Acquired
-from kvpool_pagestore.engine_pages import ReserveItem, WantedPage
-from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.ports import PageMetadata
+from kvpool_pagestore.engine.fetch import Acquired
+from kvpool_pagestore.engine.pages import ReserveItem, WantedPage
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.store import PageStoreEngine
 from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
 
 T = TypeVar("T")

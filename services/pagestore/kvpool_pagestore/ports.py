@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
-# Plain values of the whole code base, named here too so that adapters find all they need in one place.
-from kvpool.core.cluster import LiveNode, NodeInfo
-from kvpool.core.cluster import LocationChange as LocationChange
-from kvpool.core.cluster import PageMetadata as PageMetadata
-from kvpool.core.cluster import RemoteSource as RemoteSource
+from kvpool.core.cluster import LiveNode, LocationChange, NodeInfo, PageMetadata, RemoteSource
 from kvpool.core.errors import DrainBlocked, KvPoolError
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.page import PageKey
 from kvpool.core.policy import VersionedPolicy
 from kvpool_pagestore.core.replication import HeldChunk, Holder
-from kvpool_pagestore.core.stored_pages import StoredPages as StoredPages
+from kvpool_pagestore.core.stored_pages import StoredPages
 
 P = ParamSpec("P")
 T = TypeVar("T")

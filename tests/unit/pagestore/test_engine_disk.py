@@ -12,7 +12,7 @@ from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_flights import Source
+from kvpool_pagestore.engine.fetch import Source
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,

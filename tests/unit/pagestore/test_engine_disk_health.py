@@ -9,8 +9,8 @@ import pytest
 from kvpool.core.errors import KvPoolError, StoreFault
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_disk_health import DiskState
-from kvpool_pagestore.engine_flights import Source
+from kvpool_pagestore.engine.disk_upkeep import DiskState
+from kvpool_pagestore.engine.fetch import Source
 from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.pagestore import TENANT, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError, Overloaded, StoreFault
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.ports import PageMetadata
+from kvpool_pagestore.engine.disk_tier import DiskTier
 from tests.fixtures.pagestore import TENANT, Running, new_world, page_key, running_engine
 from tests.fixtures.pagestore import metadata as page_metadata
 from tests.fixtures.pagestore_calls import open_session, store

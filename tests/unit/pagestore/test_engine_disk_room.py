@@ -13,7 +13,7 @@ from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_pages import ReserveItem
+from kvpool_pagestore.engine.pages import ReserveItem
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,

@@ -11,8 +11,8 @@ from kvpool.core.errors import ArenaFull, DrainBlocked, Draining, StoreUnavailab
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_drain import DrainProgress, DrainState
-from kvpool_pagestore.engine_local_pages import LocalPages
+from kvpool_pagestore.engine.drain import DrainProgress, DrainState
+from kvpool_pagestore.engine.local_pages import LocalPages
 from kvpool_pagestore.ports import PushItem
 from tests.fixtures.movement import Cluster, cluster_of, join
 from tests.fixtures.pagestore import KEYSPACE, SLOT_BYTES, TENANT, new_world, page_key, running_engine

@@ -16,8 +16,8 @@ from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool_pagestore.core.disk_map import DiskMap
-from kvpool_pagestore.engine_evict import Evicted, EvictPreview, EvictTarget
-from kvpool_pagestore.engine_listing import ListedChunk
+from kvpool_pagestore.engine.inventory import ListedChunk
+from kvpool_pagestore.engine.removal import Evicted, EvictPreview, EvictTarget
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
@@ -237,7 +237,7 @@ async def test_a_listing_tells_tiers_and_metadata_of_the_tenants_own_chunks() ->
 
 
 async def test_a_look_at_a_whole_keyspace_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_pagestore.engine_evict._PAGES_A_TURN", 2 * ShardGrid.of(SPEC).shard_count)
+    monkeypatch.setattr("kvpool_pagestore.engine.removal._EVICTED_A_TURN", 2 * ShardGrid.of(SPEC).shard_count)
     with new_world() as world:
         async with running_engine(world) as running:
             await store(running, await open_session(running), range(12))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, ServiceUnavailable, StaleIncarnation
 from kvpool.core.outcome import Admission, Tier
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.ports import PullItem, RemoteSource
+from kvpool_pagestore.engine.fetch import Source
+from kvpool_pagestore.ports import PullItem
 from tests.fixtures.pagestore import (
     PAYLOAD_BYTES,
     ScriptedPeers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_sessions import SessionRequest
+from kvpool_pagestore.engine.sessions import SessionRequest
 from tests.fixtures.pagestore import KEYSPACES, SLOT_BYTES, TENANT, new_world, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
 

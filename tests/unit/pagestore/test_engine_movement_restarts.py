@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.core.errors import ArenaFull, DrainBlocked, Draining, KvPoolError, StoreUnavailable
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_drain import Drain, DrainState
+from kvpool_pagestore.engine.drain import Drain, DrainState
 from tests.fixtures.movement import Cluster, Member, cluster_of, join, start
 from tests.fixtures.pagestore import TENANT
 from tests.fixtures.pagestore_calls import open_session, reserve_item, store
@@ -243,7 +243,7 @@ async def test_whoever_watches_while_the_drain_is_being_cancelled_begins_it_anew
 
 
 async def test_a_drain_that_fails_with_nobody_watching_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_pagestore.engine_drain._GO_ON_FIRST_S", 0.001)
+    monkeypatch.setattr("kvpool_pagestore.engine.drain._GO_ON_FIRST_S", 0.001)
     async with restarting() as one:
         await one.fill()
         await one.begin_drain()

@@ -13,8 +13,8 @@ from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import SegmentState
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_pages import ReserveItem
+from kvpool_pagestore.engine.fetch import Source
+from kvpool_pagestore.engine.pages import ReserveItem
 from kvpool_pagestore.ports import Workers
 from tests.fixtures.pagestore import (
     PAGE_BYTES,

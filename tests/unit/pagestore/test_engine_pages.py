@@ -18,9 +18,9 @@ from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.outcome import Admission, Tier
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_pages import WantedPage
-from kvpool_pagestore.engine_sessions import SessionRequest
+from kvpool_pagestore.engine.fetch import Source
+from kvpool_pagestore.engine.pages import WantedPage
+from kvpool_pagestore.engine.sessions import SessionRequest
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
     SPEC,

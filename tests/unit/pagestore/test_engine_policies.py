@@ -10,19 +10,19 @@ from dataclasses import replace
 
 import pytest
 
-import kvpool_pagestore.engine_policies
+import kvpool_pagestore.engine.policies
 from kvpool.core.cluster import LocationChange, RemoteSource
 from kvpool.core.errors import StoreFault
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
 from kvpool.testing.waiting import eventually
+from kvpool_pagestore.core.admission import QuotaBook, Shortfall
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.core.quota import QuotaBook, Shortfall
 from kvpool_pagestore.core.slots import Slot, SlotState
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_pages import ReserveItem
-from kvpool_pagestore.engine_policies import Policies
+from kvpool_pagestore.engine.fetch import Source
+from kvpool_pagestore.engine.pages import ReserveItem
+from kvpool_pagestore.engine.policies import Policies
 from kvpool_pagestore.ports import PullItem
 from tests.fixtures.pagestore import (
     KEYSPACE,
@@ -276,7 +276,7 @@ async def test_a_write_through_page_that_a_peer_brought_first_is_durable_at_its_
 async def test_a_changed_policy_is_applied_in_bounded_steps_and_announces_what_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvpool_pagestore.engine_policies, "_PAGES_A_TURN", 4)
+    monkeypatch.setattr(kvpool_pagestore.engine.policies, "_PAGES_A_TURN", 4)
     turns: list[int] = []
     looks: list[int] = []  # turns in which a page was looked at
     true_reconsider = Policies._reconsider

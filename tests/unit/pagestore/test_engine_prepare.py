@@ -16,8 +16,8 @@ from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import SegmentState
-from kvpool_pagestore.engine_pages import ReserveItem
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine.pages import ReserveItem
+from kvpool_pagestore.engine.sessions import PeerSession
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
     SLOT_BYTES,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvpool.core.cluster import PageMetadata, RemoteSource
 from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock, eventually
-from kvpool_pagestore.engine_pages import WantedPage
+from kvpool_pagestore.engine.pages import WantedPage
 from kvpool_pagestore.ports import PullItem
 from tests.fixtures.pagestore import (
     TENANT,

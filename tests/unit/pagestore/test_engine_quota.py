@@ -16,8 +16,8 @@ from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
 from kvpool_pagestore.core.events import PolicyChanged
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_pages import ReserveItem
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine.pages import ReserveItem
+from kvpool_pagestore.engine.sessions import PeerSession
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,

@@ -13,8 +13,8 @@ from kvpool.core.errors import ArenaFull, PageCorrupt
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.testing import eventually
-from kvpool_pagestore import engine_local_pages
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.engine import local_pages
 from tests.fixtures.movement import Cluster, MemberPeers, cluster_of, flip, join
 from tests.fixtures.pagestore import KEYSPACE, TENANT, metadata
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
@@ -213,8 +213,8 @@ async def test_a_sweep_asks_the_index_once_for_many_chain_groups() -> None:
 
 
 async def test_what_a_node_holds_is_gathered_by_chain_group_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_local_pages, "_CHUNKS_A_TURN", 4)
-    monkeypatch.setattr(engine_local_pages, "_BUCKET_CHUNKS", 8)
+    monkeypatch.setattr(local_pages, "_CHUNKS_A_TURN", 4)
+    monkeypatch.setattr(local_pages, "_BUCKET_CHUNKS", 8)
     async with cluster_of(1) as cluster:
         running = cluster.members[0].run
         for start in range(0, 64, 16):

@@ -19,8 +19,8 @@ from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.retention import PINNED_FOREVER_US, Retention
 from kvpool.testing import ManualClock, eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine.pages import ReserveAnswer, ReserveItem
+from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.ports import Workers
 from tests.fixtures.pagestore import (
     GRID,

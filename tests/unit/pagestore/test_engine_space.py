@@ -13,8 +13,8 @@ from kvpool_pagestore.core.admission import AdmissionRules
 from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.page_table import ArenaLimits, PageTable
 from kvpool_pagestore.core.slots import Slot, SlotState, SpaceNeed
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.engine.arena import ArenaSpace
+from kvpool_pagestore.engine.context import EngineTasks
 
 SLOT_BYTES = 4096
 SLOTS_A_SEGMENT = 8

@@ -16,10 +16,10 @@ from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import ManualClock
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool_pagestore.core.slots import SegmentState
-from kvpool_pagestore.engine_drain import Drain
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.engine_spans import SOURCE_NUMBERS
+from kvpool_pagestore.engine.drain import Drain
+from kvpool_pagestore.engine.fetch import Source
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.spans import SOURCE_NUMBERS
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
     SLOT_BYTES,

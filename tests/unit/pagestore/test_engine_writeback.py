@@ -17,13 +17,13 @@ from kvpool.core.errors import ArenaFull, Draining, StoreFault
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
-from kvpool_pagestore import engine_writeback
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.writeback import DirtyPage
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_evict import EvictTarget
-from kvpool_pagestore.engine_pages import WantedPage
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine import writeback
+from kvpool_pagestore.engine.pages import WantedPage
+from kvpool_pagestore.engine.removal import EvictTarget
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.store import PageStoreEngine
 from tests.fixtures.movement import cluster_of
 from tests.fixtures.pagestore import (
     KEYSPACE,
@@ -146,13 +146,13 @@ async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable
 
 
 async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, undecided = list[object](), engine_writeback._undecided
+    looked, undecided = list[object](), writeback._undecided
 
     def noted(page: DirtyPage, failures_before: int) -> bool:
         looked.append(page)
         return undecided(page, failures_before)
 
-    monkeypatch.setattr(engine_writeback, "_undecided", noted)
+    monkeypatch.setattr(writeback, "_undecided", noted)
     with new_world() as world:
         async with running_engine(world, linger_ms=PATIENT_MS) as running:
             engine, peer = running.engine, await open_session(running)

@@ -15,8 +15,7 @@ from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters import page_store, salvage
 from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase
-from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
-from kvpool_pagestore.core.extents import BLOCK_BYTES
+from kvpool_pagestore.core.extents import BLOCK_BYTES, ExtentBudget, page_blocks
 from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.stored_pages import stored_pages
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, scanned

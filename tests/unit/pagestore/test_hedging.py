@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool_pagestore.core.hedging import HedgeDelay
+from kvpool_pagestore.engine.pulls import HedgeDelay
 
 
 def test_without_experience_the_least_delay_counts() -> None:

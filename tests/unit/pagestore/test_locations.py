@@ -14,11 +14,10 @@ from kvpool_pagestore.core.admission import AdmissionRules
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.locations import LocationBuffer
 from kvpool_pagestore.core.page_table import ArenaLimits, PageTable
 from kvpool_pagestore.core.sessions import Session
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
-from kvpool_pagestore.engine_locations import Announcer, NodeTruth
+from kvpool_pagestore.engine.inventory import Announcer, LocationBuffer, NodeTruth
 from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, RecordingIndex, metadata, page_key
 
 

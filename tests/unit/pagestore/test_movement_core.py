@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.grid import ShardGrid
-from kvpool_pagestore.core.pace import Pace
 from kvpool_pagestore.core.replication import (
     HeldChunk,
     Holder,
@@ -21,6 +20,7 @@ from kvpool_pagestore.core.replication import (
     pick,
     ranked,
 )
+from kvpool_pagestore.core.writeback import Pace
 from tests.fixtures.pagestore import page_key
 from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 

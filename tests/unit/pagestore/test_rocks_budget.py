@@ -10,8 +10,7 @@ import pytest
 
 from kvpool.core.errors import KvPoolError, QuotaExceeded, StartupFailed
 from kvpool_pagestore.adapters.page_store import RocksPageStore, largest_batch_bytes, live_page_bytes, open_disk_tier
-from kvpool_pagestore.core.disk_budget import ExtentBudget
-from kvpool_pagestore.core.extents import BLOCK_BYTES
+from kvpool_pagestore.core.extents import BLOCK_BYTES, ExtentBudget
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, scanned
 
 CAPACITY_BYTES = 64 << 20

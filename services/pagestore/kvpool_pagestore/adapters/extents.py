@@ -22,8 +22,7 @@ from kvpool.core.errors import PageCorrupt, StartupFailed, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.file_io import Descriptors, allows_direct, make_directories, sync_directory
 from kvpool_pagestore.adapters.records import UsedBlocks
-from kvpool_pagestore.core.disk_budget import ExtentBudget
-from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent, FreeExtents
+from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent, ExtentBudget, FreeExtents
 
 _log = logging.getLogger(__name__)
 

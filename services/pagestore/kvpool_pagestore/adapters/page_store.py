@@ -12,6 +12,7 @@ from typing import Final
 
 from rocksdict import WriteBatch
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, StartupFailed, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
@@ -32,9 +33,9 @@ from kvpool_pagestore.adapters.records import (
 )
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, row_blocks, rows, store_faults
 from kvpool_pagestore.adapters.salvage import Sidecar, salvage_records
-from kvpool_pagestore.core.disk_budget import ExtentBudget, charged_bytes, page_blocks
-from kvpool_pagestore.core.extents import Extent
-from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPages
+from kvpool_pagestore.core.extents import Extent, ExtentBudget, charged_bytes, page_blocks
+from kvpool_pagestore.core.stored_pages import StoredPages
+from kvpool_pagestore.ports import OnDurable, PageWrite
 
 _log = logging.getLogger(__name__)
 

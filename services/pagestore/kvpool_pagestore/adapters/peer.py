@@ -12,12 +12,13 @@ from typing import Final
 from kvpool.client.tls import TlsCredentials
 from kvpool.client.transfer import PageToRead, PageTransferClient
 from kvpool.client.transfer_batches import PageToWrite
+from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable, SessionBusy
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.core.tracing import NO_TRACER, Tracer
-from kvpool_pagestore.ports import PullItem, PushItem, RemoteSource, Stop
+from kvpool_pagestore.ports import PullItem, PushItem, Stop
 
 _log = logging.getLogger(__name__)
 

@@ -22,12 +22,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import PageCorrupt
 from kvpool.core.page import KEY_BYTES, PageKey
-from kvpool_pagestore.core.disk_budget import TRAILER_BYTES
-from kvpool_pagestore.core.extents import Extent
+from kvpool_pagestore.core.extents import TRAILER_BYTES, Extent
 from kvpool_pagestore.core.kept_metadata import METADATA_COLUMNS, full_metadata, pack_metadata, unpack_metadata
-from kvpool_pagestore.ports import PageMetadata
 
 RECORDS: Final = "records"
 SALVAGED: Final = "salvaged"

@@ -28,8 +28,7 @@ from kvpool_pagestore.adapters.records import (
     unpack_trailer,
 )
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, rows, store_faults
-from kvpool_pagestore.core.disk_budget import TRAILER_BYTES
-from kvpool_pagestore.core.extents import BLOCK_BYTES
+from kvpool_pagestore.core.extents import BLOCK_BYTES, TRAILER_BYTES
 
 _log = logging.getLogger(__name__)
 

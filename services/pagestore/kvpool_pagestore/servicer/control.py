@@ -20,9 +20,9 @@ from kvpool.wire.convert import (
     page_key_from_proto,
     page_metadata_to_proto,
 )
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_listing import MAX_MOST_READ
-from kvpool_pagestore.engine_retention import MAX_PIN_CHUNKS
+from kvpool_pagestore.engine.inventory import MAX_MOST_READ
+from kvpool_pagestore.engine.retention import MAX_PIN_CHUNKS
+from kvpool_pagestore.engine.store import PageStoreEngine
 from kvpool_pagestore.servicer.messages import (
     chunk_hash_from_proto,
     evict_target_from_proto,

@@ -20,11 +20,10 @@ from kvpool.wire.convert_keyspace import session_keyspace_from_proto
 from kvpool.wire.convert_spans import MAX_SOURCES, remote_source_from_proto
 from kvpool.wire.versions import check_peer_version
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_acquire import Acquired
-from kvpool_pagestore.engine_evict import MAX_EVICT_CHUNKS, EvictTarget
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem, WantedPage
-from kvpool_pagestore.engine_sessions import SessionRequest
+from kvpool_pagestore.engine.fetch import Acquired, Source
+from kvpool_pagestore.engine.pages import ReserveAnswer, ReserveItem, WantedPage
+from kvpool_pagestore.engine.removal import MAX_EVICT_CHUNKS, EvictTarget
+from kvpool_pagestore.engine.sessions import SessionRequest
 
 _MAX_PEER_NAME_CHARS = 128
 _MAX_WAIT_MS = 600_000
