@@ -12,7 +12,8 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine.pages import ReserveItem, WantedPage
+from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine.fetch import PageRequest
 from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.engine.store import PageStoreEngine
 from tests.sim.loop import Process, current_process
@@ -235,7 +236,7 @@ async def _serve_pull(
                     if not settled.done():
                         settled.set_result(one)
 
-            engine.pages.acquire(peer, [WantedPage(key=key)], wait_s=deadline_s, on_acquired=on_acquired)
+            engine.pages.acquire(peer, [PageRequest(key=key)], wait_s=deadline_s, on_acquired=on_acquired)
             one = await settled
             if world.loop.trace is not None:
                 world.loop.trace(f"{current_process()} serves {key}: {one.error or bool(one.grant)}")
@@ -292,7 +293,7 @@ async def _put(
     metadata: PageMetadata,
     durable: bool,
 ) -> KvPoolError | None:
-    item = ReserveItem(key=key, page_bytes=len(page), metadata=metadata)
+    item = PageRecord(key=key, page_bytes=len(page), metadata=metadata)
     (answer,) = await engine.pages.reserve(peer, [item])
     if isinstance(answer, Grant):
         view, half = engine.pages.view(answer), len(page) // 2

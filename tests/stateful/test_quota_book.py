@@ -1,4 +1,4 @@
-"""The quota book against a naive model: a list of everything that was ever taken, summed up anew each time."""
+"""The quota book against a naive model: a list of everything that was ever taken, summed again each time."""
 
 from __future__ import annotations
 

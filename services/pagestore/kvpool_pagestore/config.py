@@ -96,7 +96,7 @@ class PageStoreConfig(TlsSettings):
     replication_factor: Annotated[int, "nodes that hold each page; a keyspace's own counts"] = 1
     replica_queue_chunks: Annotated[int, "chunks that may wait to be copied; more are left to the next sweep"] = 65_536
     replica_linger_ms: Annotated[int, "a stored page waits this long for others of its chain to go with it"] = 100
-    sweep_interval_ms: Annotated[int, "about how often lost copies and new nodes are looked for"] = 60_000
+    sweep_interval_ms: Annotated[int, "about how often this node searches for lost copies and new nodes"] = 60_000
     hot_uses_per_minute: Annotated[int, "chunks read so often here get copies on more nodes; 0: none does"] = 600
     hot_copies: Annotated[int, "copies of a hot chunk in all, at least"] = 3
     rebalance_bytes_per_s: Annotated[int, "rate at which all others fill a node that joins; 0: not"] = 0

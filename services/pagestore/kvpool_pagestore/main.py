@@ -216,7 +216,7 @@ async def _adopt_incarnation(
             node=node,
             last_incarnation=last_incarnation,
             load=engine.load_figures,
-            truth=engine.truth,
+            truth=engine.inventory,
             on_superseded=stop.fail,
             on_policy_version=engine.policies.version_seen,
             adopt=engine.adopt_incarnation,

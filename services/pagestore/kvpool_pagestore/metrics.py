@@ -111,7 +111,7 @@ class _ReconcileCollector(Collector):
         yield GaugeMetricFamily(f"{prefix}_round_seconds", text, value=figures.last_round_s)
         text = "Complete comparisons with the index."
         yield CounterMetricFamily(f"{prefix}_rounds", text, value=figures.round_count)
-        text = "Bucket ranges that were told as a whole because they differed."
+        text = "Bucket ranges that were announced as a whole because they differed."
         yield CounterMetricFamily(f"{prefix}_ranges", text, value=figures.replaced_count)
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
@@ -229,5 +229,5 @@ class PageStoreMetrics:
         self._registry.register(_GaugeCollector(read))
 
     def watch_reconciliation(self, read: Callable[[], ReconcileFigures | None]) -> None:
-        """Have these read at each scrape, too; None while there is nothing to tell."""
+        """Have these read at each scrape, too; None while there is nothing to report."""
         self._registry.register(_ReconcileCollector(read))

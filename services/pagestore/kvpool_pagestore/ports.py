@@ -33,7 +33,7 @@ class Workers(Protocol):
 
 
 class SessionLocks(Protocol):
-    """Locked files that tell whether a peer process is gone; kvpool_server.flock is one."""
+    """Locked files that show whether a peer process is gone; kvpool_server.flock is one."""
 
     def create_session_file(self, directory: Path, session_id: str) -> int: ...
 
@@ -66,7 +66,7 @@ class Arena(Protocol):
     def descriptor(self, segment_id: int, session_id: bytes) -> int:
         """The segment's descriptor, owned by the arena: duplicate it to pass it on. Does not block.
 
-        From the first call on, the session's peer may map the segment: a process that follows this one is told of it
+        From the first call on, the session's peer may map the segment: a process that follows this one learns of it
         until the session is forgotten. Raises KeyError; ArenaFull when that cannot be recorded.
         """
         ...
@@ -90,7 +90,7 @@ class Arena(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWrite:
-    """One page to make durable. `page` views the arena slot (header, payload, sums), held until put_batch returns."""
+    """One sealed page to make durable, or to send to another node. `page` views its bytes, until the call returns."""
 
     key: PageKey
     page: memoryview
@@ -98,10 +98,10 @@ class PageWrite:
 
 
 OnDurable = Callable[[PageKey, KvPoolError | None], None]
-"""Told how one page fared: None once it is durable, else why it is not.
+"""Called with the result of one page: None once it is durable, else why it is not.
 
-Called exactly once for each item of a batch, from the writing thread, before `put_batch` returns. It speaks of that one
-page, not of the batch: pages of a batch may fare differently, and a key that is named twice is told twice. None means
+Called exactly once for each item of a batch, from the writing thread, before `put_batch` returns. Results of pages of a
+batch may differ, and a key that is named twice is reported twice. None means
 that the sync which covers the page's bytes and its record has returned: a process killed in the callback has the page
 after its restart. A failure means that this write left nothing that a reader could find; an older copy of the page, if
 there was one, may be gone or still be there.
@@ -145,12 +145,12 @@ class PageStore(Protocol):
     def get_into(self, key: PageKey, destination: memoryview) -> int | None:
         """Read a page into `destination`; its bytes, or None if absent. Not verified here: the engine verifies.
 
-        Raises PageCorrupt when the store itself can tell that this page is damaged: drop the page, the tier is well.
+        Raises PageCorrupt when the store itself finds that this page is damaged: drop the page, the tier works.
         """
         ...
 
     def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
-        """Replace what is kept beside pages, durably: it is synced when this returns. Absent pages are ignored."""
+        """Replace the metadata of pages, durably: it is synced when this returns. Absent pages are ignored."""
         ...
 
     def delete_batch(self, keys: Sequence[PageKey]) -> None:
@@ -182,7 +182,7 @@ class PageStore(Protocol):
 class PullItem:
     """One page to pull into a slot of `destination` (exactly the page's bytes).
 
-    on_metadata: told what its owner keeps beside it, before the page is reported and on the same thread.
+    on_metadata: called with the owner's metadata of it, before the page is reported and on the same thread.
     """
 
     key: PageKey
@@ -190,21 +190,12 @@ class PullItem:
     on_metadata: Callable[[PageMetadata], None] = lambda metadata: None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushItem:
-    """One sealed page to give to another node. `page` views it, and stays valid until the push has returned."""
-
-    key: PageKey
-    page: memoryview
-    metadata: PageMetadata
-
-
 class Stop(Protocol):
-    """Whether a transfer is still wanted. Asked, and told, from any thread."""
+    """A cancel token of a transfer. Use from any thread."""
 
     @property
     def stopped(self) -> bool:
-        """True once it is not; for ever."""
+        """True once the transfer was cancelled; permanently."""
         ...
 
     def on_stop(self, act: Callable[[], object]) -> None:
@@ -240,7 +231,7 @@ class PeerPages(Protocol):
         self,
         target: RemoteSource,
         spec: KeyspaceSpec,
-        items: Sequence[PushItem],
+        items: Sequence[PageWrite],
         deadline_s: float,
         *,
         require_durable: bool,
@@ -260,14 +251,14 @@ class PeerPages(Protocol):
 
 
 class IndexLink(Protocol):
-    """The index as the engine sees it: told of changes, never waited for."""
+    """The index as the engine sees it: changes are queued for it, never waited for."""
 
     def announce(self, changes: Sequence[LocationChange]) -> None:
         """Queue changes, in order. Never blocks; changes of one chunk may be merged. Called on the event loop."""
         ...
 
     async def wait_announced(self) -> None:
-        """Return when everything announced before is acknowledged; StoreUnavailable if that cannot be told."""
+        """Return when everything announced before is acknowledged; StoreUnavailable if that is unknown."""
         ...
 
     async def drop_keyspace(self, keyspace: bytes) -> None:

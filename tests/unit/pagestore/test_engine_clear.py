@@ -15,7 +15,7 @@ from kvpool.testing import eventually
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.engine import disk_tier, inventory, removal
-from kvpool_pagestore.engine.pages import WantedPage
+from kvpool_pagestore.engine.fetch import PageRequest
 from kvpool_pagestore.engine.sessions import PeerSession
 from tests.fixtures.pagestore import TENANT, Running, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire, open_session, store
@@ -46,7 +46,7 @@ async def on_disk_alone(world: World, number: int) -> None:
 
 
 async def is_there(running: Running, peer: PeerSession, number: int) -> bool:
-    (answer,) = await acquire(running, peer, [WantedPage(key=page_key(number))])
+    (answer,) = await acquire(running, peer, [PageRequest(key=page_key(number))])
     if answer.grant is not None:
         running.engine.pages.release(peer, [answer.grant.lease_id])
     return answer.grant is not None

@@ -57,7 +57,7 @@ async def test_of_two_changes_of_a_page_the_later_one_stays(monkeypatch: pytest.
             assert len(begun) == 2, "what comes while one is written is written together"
 
 
-async def test_a_change_that_fails_is_told_to_whoever_asked_for_it_and_to_nobody_else(
+async def test_a_change_that_fails_is_reported_to_its_caller_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with new_world() as world:

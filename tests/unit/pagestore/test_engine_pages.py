@@ -18,8 +18,7 @@ from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.outcome import Admission, Tier
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine.fetch import Source
-from kvpool_pagestore.engine.pages import WantedPage
+from kvpool_pagestore.engine.fetch import PageRequest, Source
 from kvpool_pagestore.engine.sessions import SessionRequest
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
@@ -82,7 +81,7 @@ async def test_items_are_refused_one_by_one() -> None:
 async def test_another_tenants_keyspace_is_refused() -> None:
     with new_world() as world:
         async with running_engine(world) as running:
-            theirs = keyspace_id(encode_keyspace("somebody else", SPEC))
+            theirs = keyspace_id(encode_keyspace("another tenant", SPEC))
             with pytest.raises(TenantDenied):
                 await open_session(running, keyspaces=((theirs, SPEC),))
             peer = await open_session(running)
@@ -197,7 +196,7 @@ async def test_no_session_reads_or_learns_of_pages_of_a_keyspace_that_it_has_not
     with new_world() as world:
         async with running_engine(world) as running:
             await store(running, await open_session(running), [1])
-            stranger = await running.engine.open_session(SessionRequest(tenant="somebody else"), 0)
+            stranger = await running.engine.open_session(SessionRequest(tenant="another tenant"), 0)
             for number in (1, 2):  # the one that is there, and one that is not
                 answer = await acquire_one(running, stranger, wanted(number))
                 assert answer.grant is None and isinstance(answer.error, KeyspaceUnknown)
@@ -209,7 +208,7 @@ async def test_a_shard_that_does_not_exist_is_refused_before_anything_begins() -
             peer = await open_session(running)
             await store(running, peer, [1])
             with pytest.raises(InvalidRequest, match="item 1"):
-                await acquire(running, peer, [wanted(1), WantedPage(key=page_key(1, shard=3))])
+                await acquire(running, peer, [wanted(1), PageRequest(key=page_key(1, shard=3))])
             assert running.engine.gauges().leases == 0
 
 

@@ -63,7 +63,7 @@ async def test_durable_copies_go_only_to_nodes_with_a_disk() -> None:
         )
 
 
-async def test_a_factor_of_one_asks_nobody() -> None:
+async def test_a_factor_of_one_sends_no_request() -> None:
     async with cluster_of(2) as cluster:
         await fill(cluster)
         await cluster.members[0].run.engine.flush("tenant", b"")
@@ -191,8 +191,8 @@ async def test_what_never_reaches_a_disk_is_copied_from_staging_to_staging() -> 
 async def test_a_keyspace_has_a_factor_of_its_own() -> None:
     async with cluster_of(3) as cluster:
         for member in cluster.members:
-            told = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(replication_factor=3), version=1)
-            member.run.engine.policies._book.take(told)
+            reported = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(replication_factor=3), version=1)
+            member.run.engine.policies._book.take(reported)
         await fill(cluster)
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1, 2] for number in PAGES))
 

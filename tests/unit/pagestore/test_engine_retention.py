@@ -19,7 +19,8 @@ from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.retention import PINNED_FOREVER_US, Retention
 from kvpool.testing import ManualClock, eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine.pages import ReserveAnswer, ReserveItem
+from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine.pages import ReserveAnswer
 from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.ports import Workers
 from tests.fixtures.pagestore import (
@@ -48,7 +49,7 @@ HASHES = [page_key(number).chunk_hash for number in range(16)]
 async def reserve(running: Running, peer: PeerSession, number: int, shard: int = 0, **retention: int) -> ReserveAnswer:
     kept = replace(metadata(number), **retention)  # type: ignore[arg-type]
     size_bytes = page_bytes(payload_bytes(SPEC, GRID, shard))
-    item = ReserveItem(key=page_key(number, shard), page_bytes=size_bytes, metadata=kept)
+    item = PageRecord(key=page_key(number, shard), page_bytes=size_bytes, metadata=kept)
     (answer,) = await running.engine.pages.reserve(peer, [item])
     return answer
 
@@ -72,7 +73,7 @@ async def engine_at(world: World, **changes: object) -> AsyncIterator[tuple[Runn
         yield running, await open_session(running), clock
 
 
-async def test_an_expired_page_is_a_miss_everywhere_and_is_told_to_the_index() -> None:
+async def test_an_expired_page_is_a_miss_everywhere_and_removed_from_the_index() -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, clock):
             await put(running, peer, 1, ttl_ms=1000)
@@ -86,7 +87,7 @@ async def test_an_expired_page_is_a_miss_everywhere_and_is_told_to_the_index() -
             assert world.index.shards(1, Tier.DISK) == world.index.shards(1, Tier.STAGING) == 0
 
 
-async def test_a_sweep_forgets_what_nobody_asks_for() -> None:
+async def test_a_sweep_forgets_what_is_never_requested() -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, clock):
             await put(running, peer, 1, ttl_ms=1000)
@@ -110,7 +111,7 @@ async def test_the_end_of_a_page_holds_over_a_restart() -> None:
             assert running.engine.retained.sweep() == 1
 
 
-async def test_an_expired_page_may_be_stored_anew() -> None:
+async def test_an_expired_page_may_be_stored_again() -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, clock):
             await put(running, peer, 1, ttl_ms=1000)
@@ -218,7 +219,7 @@ async def test_a_pin_that_cannot_be_kept_is_refused() -> None:
             world.memory.fault = None
 
 
-async def test_a_page_whose_time_came_while_it_was_written_is_not_served_for_ever() -> None:
+async def test_a_page_that_expires_while_it_is_written_is_not_served() -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, clock):
             answer = await reserve(running, peer, 1, ttl_ms=1000)
@@ -354,7 +355,7 @@ async def test_storing_many_pages_again_costs_one_sync(monkeypatch: pytest.Monke
             for number in range(8):
                 await put(running, peer, number, ttl_ms=1000)
                 kept = replace(metadata(number), ttl_ms=1000)
-                items.append(ReserveItem(key=page_key(number), page_bytes=PAGE_BYTES, metadata=kept))
+                items.append(PageRecord(key=page_key(number), page_bytes=PAGE_BYTES, metadata=kept))
             await running.engine.flush(TENANT, b"")
             set_metadata, calls = world.memory.set_metadata, list[int]()
 

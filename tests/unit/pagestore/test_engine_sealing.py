@@ -21,7 +21,7 @@ from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine.copies import Purpose
 from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.engine_bulk import EngineBulkGateway
-from kvpool_pagestore.ports import PushItem
+from kvpool_pagestore.ports import PageWrite
 from kvpool_pagestore.ports_bulk import ReadGrant
 from kvpool_server.executor import BoundedExecutor
 from tests.fixtures.pagestore import (
@@ -193,7 +193,7 @@ async def test_a_page_is_streamed_to_a_peer_sealed() -> None:
 async def test_a_page_is_pushed_to_another_node_sealed() -> None:
     pushed: dict[int, bytes] = {}
 
-    def take(target: RemoteSource, item: PushItem) -> None:
+    def take(target: RemoteSource, item: PageWrite) -> None:
         pushed[item.metadata.chunk_index] = bytes(item.page)
 
     with new_world(disk=False) as world:

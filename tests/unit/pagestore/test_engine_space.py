@@ -1,4 +1,4 @@
-"""Room in the arena: segments are made once, and nobody who could have room is refused."""
+"""Room in the arena: segments are made once, and a page that could have room is not refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NamedSegments:
 
 
 class WorkersWithAnOnlooker:
-    """Runs calls at once, and starts the onlooker so that it comes before whoever waits for the call's end."""
+    """Runs calls at once, and starts the onlooker so that it comes before those that wait for the call's end."""
 
     threads = 1
 

@@ -20,7 +20,7 @@ from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine import writeback
-from kvpool_pagestore.engine.pages import WantedPage
+from kvpool_pagestore.engine.fetch import PageRequest
 from kvpool_pagestore.engine.removal import EvictTarget
 from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.engine.store import PageStoreEngine
@@ -41,12 +41,12 @@ from tests.fixtures.pagestore_calls import acquire, open_session, reserve_item, 
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.stored_pages import stored_pages
 
-PATIENT_MS = 60_000  # nothing is written before somebody asks
+PATIENT_MS = 60_000  # nothing is written before a request
 ONE_PAGE_AND_NO_MORE = {"write_back_bytes_per_s": 1}  # the first one goes at once, the next one hours later
 
 
 class Gate(threading.Event):
-    """Tells when somebody waits at it."""
+    """Shows when a caller waits at it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable
             world.memory.gate = gate = Gate()
             await store(running, peer, [1])
             await eventually(gate.reached.is_set)
-            (read,) = await acquire(running, peer, [WantedPage(key=page_key(1))])
+            (read,) = await acquire(running, peer, [PageRequest(key=page_key(1))])
             assert read.grant is not None
             engine.pages.release(peer, [], corrupt_ids=[read.grant.lease_id])
             await store(running, peer, [1])
@@ -145,7 +145,7 @@ async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable
             assert [found.key for found in stored_pages(world.memory)] == [page_key(1)]
 
 
-async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_that_are_added_wake_no_waiter_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     looked, undecided = list[object](), writeback._undecided
 
     def noted(page: DirtyPage, failures_before: int) -> bool:

@@ -45,7 +45,7 @@ def running(gate: Gate, work: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-def test_nobody_waits_for_a_file_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_write_waits_for_a_file_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extents, "_FILE_BYTES_MIN", 4 << 20)
     store, gate = opened(tmp_path, capacity_bytes=60 << 20), Gate()
     put(store, 1, 2)

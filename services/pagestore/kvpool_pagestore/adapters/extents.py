@@ -231,7 +231,7 @@ class ExtentBlocks:
             return [tuple(self._free.take(count)) for count in wanted]
 
     def take_new(self, wanted: Sequence[int]) -> list[Extents] | None:
-        """As `take`, but makes files as far as the budget allows. Raises StoreFault if one cannot be made."""
+        """Do as `take`, but make files as far as the budget allows. Raises StoreFault if one cannot be made."""
         with self._growing:
             taken = self.take(wanted)
             while taken is None and self._grow(sum(wanted)):
@@ -244,12 +244,12 @@ class ExtentBlocks:
             self._grow(self._missing_blocks)
 
     def give(self, extents: Iterable[Extent]) -> None:
-        """Nobody knows of them any more."""
+        """Free extents that no record names."""
         with self._lock:
             self._free.give(extents)
 
     def give_unless_read(self, freed: Sequence[tuple[PageKey, Extents]]) -> None:
-        """Nobody finds them any more; who is reading a page of that key may still be in them."""
+        """Free extents once their readers have left: no new reader finds them."""
         for start in range(0, len(freed), _GIVEN_AT_ONCE):
             with self._lock:
                 for key, extents in freed[start : start + _GIVEN_AT_ONCE]:

@@ -46,7 +46,9 @@ class Registrant:
     truth: LocationTruth
     on_superseded: Callable[[BaseException], None]
     on_policy_version: Callable[[int], None]
-    adopt: Callable[[int], Awaitable[None]]  # serve under a granted incarnation; raises StoreFault if it cannot be kept
+    adopt: Callable[
+        [int], Awaitable[None]
+    ]  # serve under a granted incarnation; raises StoreFault if it cannot be made durable
 
 
 class NodeIndexLink:
@@ -85,7 +87,7 @@ class NodeIndexLink:
         return replace(self._node, incarnation=self._link.incarnation)
 
     async def set_draining(self, draining: bool) -> None:
-        """Register the node anew as one that placement passes over, or not any more. Raises StoreUnavailable."""
+        """Register the node again as one that placement skips, or as a normal one. Raises StoreUnavailable."""
         link, node = self._registered(), self._node
         if node is None or node.draining is draining:
             return
@@ -156,11 +158,11 @@ class NodeIndexLink:
         if not lost or self._registrant is None:
             return found
         encodings = ((keyspace_id(each), each) for each in self._registrant.truth.keyspace_encodings())
-        kept = [(encoding, lost[at]) for at, encoding in encodings if at in lost]
-        if not kept:
+        restored = [(encoding, lost[at]) for at, encoding in encodings if at in lost]
+        if not restored:
             return found
         node_id, incarnation = self._registrant.node.node_id, self._registered().incarnation
-        await self._client.restore_keyspace_policies(node_id, incarnation, kept, timeout_s=self._timeout_s)
+        await self._client.restore_keyspace_policies(node_id, incarnation, restored, timeout_s=self._timeout_s)
         return await self._client.get_keyspace_policies(keyspaces, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
@@ -185,7 +187,7 @@ class NodeIndexLink:
                 await link.start(None, adopt=registrant.adopt)
                 return
             except StoreFault as error:
-                _log.error("the granted incarnation was not kept on disk; registering again: %s", error)
+                _log.error("the granted incarnation was not made durable; registering again: %s", error)
             except KvPoolError as error:
                 _log.error("the index refuses this node, which stays unknown to others: %s", error)
                 return

@@ -18,7 +18,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.core.tracing import NO_TRACER, Tracer
-from kvpool_pagestore.ports import PullItem, PushItem, Stop
+from kvpool_pagestore.ports import PageWrite, PullItem, Stop
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class GrpcPeerPages:
         self,
         target: RemoteSource,
         spec: KeyspaceSpec,
-        items: Sequence[PushItem],
+        items: Sequence[PageWrite],
         deadline_s: float,
         *,
         require_durable: bool,
@@ -101,7 +101,7 @@ class GrpcPeerPages:
 
         def on_written(index: int, admission: Admission, error: KvPoolError | None) -> None:
             if error is None and admission is Admission.PENDING:
-                error = SessionBusy("the page is being written there by somebody else")
+                error = SessionBusy("another writer is writing the page there")
             on_page(index, error)
 
         try:

@@ -64,7 +64,7 @@ _NAMED_PREFIX: Final = b"named:"
 
 @dataclass(frozen=True, slots=True)
 class PageRecord:
-    """Where a page is, and what is kept beside it."""
+    """Where a page is, and its metadata."""
 
     page_bytes: int
     number: int  # of the write: the higher one of two is the newer
@@ -190,7 +190,7 @@ class Trailer:
 
 
 def pack_trailer(trailer: Trailer, secret: bytes) -> bytes:
-    """TRAILER_BYTES bytes. What nobody without the secret can write: a page could contain what looks like one."""
+    """TRAILER_BYTES bytes. It cannot be written without the secret: a page could contain what looks like one."""
     record = trailer.record
     if len(record.extents) > _TRAILER_EXTENTS:
         record = replace(record, extents=())

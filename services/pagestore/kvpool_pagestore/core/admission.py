@@ -66,7 +66,7 @@ class TenantQuotas:
 
     @classmethod
     def parse(cls, entries: tuple[str, ...]) -> TenantQuotas:
-        """Of "tenant=bytes" entries, with "*" for all other tenants. Raises InvalidRequest naming the entry."""
+        """Parse "tenant=bytes" entries, with "*" for all other tenants. Raises InvalidRequest naming the entry."""
         named_bytes: dict[str, int] = {}
         for entry in entries:
             tenant, _, text = entry.rpartition("=")

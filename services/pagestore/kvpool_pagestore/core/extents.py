@@ -92,7 +92,7 @@ class _Same:
 
 
 class FreeExtents:
-    """Free extents; neighbours are joined. An extent is either free here or somebody's.
+    """Free extents; neighbours are joined. An extent is either free here or in use.
 
     Asked for so many blocks it gives the smallest free extent that is large enough, so that pages of one size take each
     other's places exactly; where none is, the largest ones together. Nothing ever has to be moved to make room.
@@ -138,7 +138,7 @@ class FreeExtents:
             self._insert(file, start, count)
 
     def give_around(self, file: int, count: int, used: npt.NDArray[np.int64]) -> list[Extent]:
-        """A file of `count` blocks of which those in `used` ([N, 3]: file, start, count; by start) are somebody's.
+        """A file of `count` blocks of which those in `used` ([N, 3]: file, start, count; by start) are in use.
 
         Answers the extents that overlap one before them or stick out of the file: they are no page's.
         """

@@ -75,7 +75,7 @@ class DirtyPage:
 
     @property
     def metadata(self) -> PageMetadata:
-        """What is kept beside the page by now."""
+        """The page's current metadata."""
         return self.slot.page.metadata if self.wanted else self.record.metadata
 
 

@@ -223,7 +223,7 @@ class Quarantine:
         return ended == set(gone)
 
     async def resolve_gone(self) -> None:
-        """Look once which peers are gone, and give back what they held."""
+        """Check once which peers are gone, and free what they held."""
         sessions = self._ledger.sessions
         waiting = [one.session_id for one in sessions.ended if one.gone_s is None]
         if waiting or self._departing:
@@ -314,8 +314,8 @@ class Quarantine:
             self.old_gone.set()
 
 
-_TOLD_PARTS = 10  # progress is logged so many times
-_TOLD_EVERY_S = 5.0  # or so often
+_LOG_PARTS = 10  # progress is logged so many times
+_LOG_INTERVAL_S = 5.0  # or so often
 
 
 class Preparation:
@@ -341,8 +341,8 @@ class Preparation:
         self._task: asyncio.Task[None] | None = None
         self._is_filling = False
         self._is_stopped = False
-        self._told_s = 0.0
-        self._told_bytes = 0
+        self._logged_s = 0.0
+        self._logged_bytes = 0
         self.prepared_bytes = 0  # so far
         self.took_s = 0.0  # so far
 
@@ -378,8 +378,8 @@ class Preparation:
     async def _fill(self) -> None:
         """Make segments until the budget has no room for another one."""
         self._is_filling = True
-        self._told_s = self._clock.monotonic_s()
-        began_s, before_bytes = self._told_s - self.took_s, self.prepared_bytes
+        self._logged_s = self._clock.monotonic_s()
+        began_s, before_bytes = self._logged_s - self.took_s, self.prepared_bytes
         try:
             await asyncio.gather(*(self._make_segments(began_s) for _ in range(self._workers.threads)))
         finally:
@@ -393,9 +393,9 @@ class Preparation:
             self.prepared_bytes += made_bytes
             now_s = self._clock.monotonic_s()
             self.took_s = now_s - began_s
-            grown_bytes = self.prepared_bytes - self._told_bytes
-            if now_s - self._told_s >= _TOLD_EVERY_S or grown_bytes * _TOLD_PARTS >= self._capacity_bytes:
-                self._told_s, self._told_bytes = now_s, self.prepared_bytes
+            grown_bytes = self.prepared_bytes - self._logged_bytes
+            if now_s - self._logged_s >= _LOG_INTERVAL_S or grown_bytes * _LOG_PARTS >= self._capacity_bytes:
+                self._logged_s, self._logged_bytes = now_s, self.prepared_bytes
                 self._log_progress("being prepared")
 
     async def _make(self) -> int:

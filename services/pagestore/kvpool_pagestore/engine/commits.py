@@ -54,7 +54,10 @@ class Commits:
         self._metrics = context.metrics
 
     async def finish(self, slots: Sequence[Slot], durable: bool) -> list[Committed]:
-        """Per COMMITTING slot. durable: as if all of its keyspaces were under write-through."""
+        """Verify and publish COMMITTING slots; return a result for each.
+
+        durable: as if all of their keyspaces were under write-through.
+        """
         # A window of one engine is one commit: all threads have a share of it.
         share = max(_VERIFIED_AT_ONCE, -(-len(slots) // self._verifiers.threads))
         parts = [slots[start : start + share] for start in range(0, len(slots), share)]
@@ -63,7 +66,7 @@ class Commits:
         return self._finish_all(slots, errors, durable, sealed=True)
 
     def finish_unsealed(self, slots: Sequence[Slot]) -> list[Committed]:
-        """Per COMMITTING slot that holds a payload alone: nothing is looked at, and sealing is left for later."""
+        """Publish COMMITTING slots that hold only a payload: nothing is verified, and sealing is left for later."""
         return self._finish_all(slots, [None] * len(slots), False, sealed=False)
 
     async def durable(self, committed: Sequence[Committed]) -> list[KvPoolError | None]:
@@ -169,7 +172,7 @@ class Sealing:
         self._running: dict[Slot, asyncio.Future[KvPoolError | None]] = {}
 
     async def seal(self, slots: Sequence[Slot]) -> list[KvPoolError | None]:
-        """Per slot None once its page verifies, or why it was not sealed.
+        """Seal pages; return, per slot, None once its page verifies, or why it was not sealed.
 
         The slots are READY, and pinned by the caller, who must not be cancelled meanwhile.
         """

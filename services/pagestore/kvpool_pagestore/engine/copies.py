@@ -38,7 +38,7 @@ from kvpool_pagestore.core.replication import (
 )
 from kvpool_pagestore.engine.context import EngineContext, StopSignal
 from kvpool_pagestore.engine.local_pages import HeldPage, LocalPages
-from kvpool_pagestore.ports import NoPlacement, PeerPages, Placement, PushItem, Workers
+from kvpool_pagestore.ports import NoPlacement, PageWrite, PeerPages, Placement, Workers
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class PagePusher:
         return report
 
     async def _push(
-        self, target: NodeInfo, keyspace: Keyspace, items: Sequence[PushItem], durable: bool, report: CopyReport
+        self, target: NodeInfo, keyspace: Keyspace, items: Sequence[PageWrite], durable: bool, report: CopyReport
     ) -> None:
         errors: list[KvPoolError | None] = [ServiceUnavailable(f"{target.bulk_endpoint} did not answer")] * len(items)
 
@@ -214,7 +214,7 @@ class PagePusher:
             self._metrics.move_failures.labels(purpose.value, error.reason).inc()
 
 
-def _unpinned(item: PushItem) -> PushItem:
+def _unpinned(item: PageWrite) -> PageWrite:
     """A pin is one node's: copies come and go without it."""
     if not item.metadata.pinned_until_us:
         return item

@@ -61,7 +61,7 @@ class DiskTier:
         self._metadata = MetadataWrites(store, writers, context.tasks)
         self._unreadable: set[PageKey] = set()  # the disk failed at them once
         self.map = disk_map
-        self._found = FoundPages(store, self.map, keyspaces, readers)
+        self._scan = StartupScan(store, self.map, keyspaces, readers)
         self.health = DiskHealth(self._probe, events)
         self.used_bytes = 0  # as the file system counted them last
 
@@ -82,7 +82,7 @@ class DiskTier:
         """Build the map from what an earlier process left. Raises StoreFault."""
         for encoding in await self._readers.run(self._store.keyspaces):
             self._remembered.add(self._keyspaces.remember(encoding).keyspace)
-        if useless := await self._found.take(self._found_with_an_end):
+        if useless := await self._scan.take(self._found_with_an_end):
             await self._writers.run(self._store.delete_batch, useless)
         await self._shrink()
         await self._measure()
@@ -109,16 +109,16 @@ class DiskTier:
         finally:
             self._reading[key] -= 1
             self._reading += Counter()  # drops the zeros
-        self.health.read_went_well()
+        self.health.read_succeeded()
         if size_bytes is None:
             self.discard([key])
-            return PageMissing(f"page {key} is not on disk as it was said to be")
+            return PageMissing(f"page {key} is not on disk, though the map names it")
         self.map.touch(key)
         self._unreadable.discard(key)
         return None
 
     def is_read(self, key: PageKey) -> bool:
-        """Somebody reads the page now."""
+        """Return whether the page is being read."""
         return key in self._reading
 
     async def recheck(self, key: PageKey, keyspace: Keyspace) -> KvPoolError | None:
@@ -292,8 +292,8 @@ class DiskTier:
         self._events.publish(PagesArrived((PageRecord(key, keyspace.page_bytes(key.shard), metadata),)))
 
 
-class FoundPages:
-    """The scan of a start."""
+class StartupScan:
+    """Reads the names of all pages on disk into the map, once, at the start."""
 
     def __init__(self, store: PageStore, disk_map: DiskMap, keyspaces: KeyspaceBook, readers: Workers) -> None:
         self._store = store
@@ -303,9 +303,9 @@ class FoundPages:
         self._is_right: dict[PageKind, bool] = {}
 
     async def take(self, on_stored: Callable[[PageKey, PageMetadata], None]) -> list[PageKey]:
-        """Bring all into the map; those that nobody could ever ask for are answered. Raises StoreFault.
+        """Bring all into the map; return those that no request can name. Raises StoreFault.
 
-        on_stored: told of pages whose pin or life ends some time.
+        on_stored: called with pages whose pin or time to live ends.
         """
         chunks, useless, parts = FoundChunks(), list[PageKey](), self._store.scan()
         ending = list[StoredPage]()
@@ -313,7 +313,7 @@ class FoundPages:
             ending += part
         await self._readers.run(self._map.restore, chunks)
         self._map.count_restored(chunks)
-        for page in ending:  # only now: what has expired is given up at once, and looked for in the map
+        for page in ending:  # only now: what has expired is given up at once, and the map must name it
             on_stored(page.key, page.metadata)
         return useless
 

@@ -31,7 +31,7 @@ class DiskState(IntEnum):
 
 
 class DiskHealth:
-    """One state with its reason. A tier that is not well is probed, at growing distance, until it is.
+    """One state with its reason. A tier that fails is probed, at growing intervals, until it works.
 
     probe: reads and writes a little as the tier does; raises what it fails with.
     """
@@ -40,12 +40,12 @@ class DiskHealth:
         self._probe = probe
         self._events = events
         self._probing: asyncio.Task[None] | None = None
-        self._read_faults = 0  # since the last read that went well
+        self._read_faults = 0  # since the last read that succeeded
         self.state = DiskState.READ_WRITE
         self.fault = ""  # why it is not READ_WRITE
 
     def write_failed(self, error: KvPoolError) -> None:
-        """Writes fail, for want of room or otherwise."""
+        """Note that writes fail, because the disk is full or otherwise."""
         self._worsen(DiskState.READ_ONLY, error)
 
     def read_failed(self, error: KvPoolError) -> None:
@@ -56,7 +56,7 @@ class DiskHealth:
         else:
             _log.error("a page on disk cannot be read: %s", error)
 
-    def read_went_well(self) -> None:
+    def read_succeeded(self) -> None:
         self._read_faults = 0
 
     async def close(self) -> None:
@@ -69,9 +69,9 @@ class DiskHealth:
             self.state, self.fault = state, str(error)
             self._events.publish(DiskHealthChanged(self.fault))
         if self._probing is None:
-            self._probing = background(self._probe_until_well(), "probe-disk")
+            self._probing = background(self._probe_until_ok(), "probe-disk")
 
-    async def _probe_until_well(self) -> None:
+    async def _probe_until_ok(self) -> None:
         delay_s = _PROBE_FIRST_S
         while True:
             await asyncio.sleep(delay_s)
@@ -93,10 +93,10 @@ _AGAIN_LAST_S = 5.0
 
 
 class Deletions:
-    """Of pages that the map has forgotten. Use on one event loop.
+    """Deletes pages that the map has forgotten. Use on one event loop.
 
-    again: deletes pages that were refused because too much was waiting; the disk is well, so that no change of its
-    health would bring them up.
+    again: deletes pages that were refused because too much was waiting; the disk works, so that no change of its
+    health would start them again.
     """
 
     def __init__(self, store: PageStore, writers: Workers, again: Callable[[Sequence[PageKey]], None]) -> None:
@@ -129,7 +129,7 @@ class Deletions:
             ended.set_result(None)
 
     async def wait_ended(self) -> None:
-        """Return when everything that was begun by now has ended, well or not."""
+        """Return when everything that was begun by now has ended, successfully or not."""
         if self._under_way:
             await asyncio.wait(set(self._under_way))
 
@@ -178,7 +178,7 @@ class MetadataWrites:
         if changes and self._next is None:
             work = self._tasks.finish(self._write_next(self._latest), "set-metadata")
             self._next = asyncio.ensure_future(work)
-            self._next.add_done_callback(_heard)
+            self._next.add_done_callback(_observe_failure)
         return _ended(self._next if changes else None)
 
     async def _write_next(self, before: asyncio.Future[None] | None) -> None:
@@ -194,6 +194,6 @@ async def _ended(write: asyncio.Future[None] | None) -> None:
         await asyncio.shield(write)
 
 
-def _heard(write: asyncio.Future[None]) -> None:
+def _observe_failure(write: asyncio.Future[None]) -> None:
     if not write.cancelled():
         write.exception()  # also when every caller has left; those who wait get it themselves

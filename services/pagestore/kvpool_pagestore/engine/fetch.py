@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from kvpool.core.cluster import PageMetadata, RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KeyspaceUnknown, KvPoolError, PageCorrupt, PageMissing, SessionUnknown
@@ -22,12 +23,15 @@ from kvpool_pagestore.core.events import PagesArrived
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.core.page_table import Grant, PageTable
 from kvpool_pagestore.core.policy import PolicyBook
-from kvpool_pagestore.core.sessions import Session, SessionState
+from kvpool_pagestore.core.sessions import SessionState
 from kvpool_pagestore.core.slots import PageRecord, Slot, slot_bytes_for
 from kvpool_pagestore.engine.context import EngineContext, Staging
 from kvpool_pagestore.engine.disk_tier import DiskTier
-from kvpool_pagestore.engine.pulls import Pulled, Pulls
+from kvpool_pagestore.engine.pulls import PagePull, Pulls
 from kvpool_pagestore.metrics import PageStoreMetrics
+
+if TYPE_CHECKING:  # it cancels what is defined here
+    from kvpool_pagestore.engine.sessions import PeerSession
 
 
 class Source(Enum):
@@ -108,10 +112,10 @@ class Flights:
         """
         flight = self._add(record, keyspace, Source.REMOTE)
 
-        def settled(page: Pulled, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
+        def settled(page: PagePull, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
             self._land(flight, slot, error, hit)
 
-        pulled = Pulled(record, keyspace, list(dict.fromkeys(sources)), settled, tried=flight.tried, cause=cause)
+        pulled = PagePull(record, keyspace, list(dict.fromkeys(sources)), settled, tried=flight.tried, cause=cause)
         self._pulls.start(pulled)
         return flight
 
@@ -163,7 +167,7 @@ class Flights:
         )
 
     def _land(self, flight: Flight, slot: Slot | None, error: KvPoolError | None, hit: bool = True) -> None:
-        """Settle the page, then serve everybody who waits, before anything else can take it away."""
+        """Make the page visible, then serve all who wait, before anything else can evict it."""
         del self._by_key[flight.record.key]
         flight.error = error
         ready: Slot | None = None
@@ -184,11 +188,10 @@ _MAX_JOINS = 8  # of flights that others began and that failed, before an item g
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AcquireItem:
-    """One page that a reader wants. keyspace: None if the session has not named it; then the page is refused."""
+class PageRequest:
+    """One page that a reader wants."""
 
     key: PageKey
-    keyspace: Keyspace | None
     metadata: PageMetadata | None = None  # needed if there are sources
     sources: tuple[RemoteSource, ...] = ()  # best first
 
@@ -208,7 +211,8 @@ class _Item:
     """Progress of one item."""
 
     index: int
-    wanted: AcquireItem
+    wanted: PageRequest
+    keyspace: Keyspace | None  # None: the session has not named it, and the page is refused
     seal_tried: bool = False
     disk_tried: bool = False
     tried: set[RemoteSource] = field(default_factory=set)
@@ -243,8 +247,8 @@ class Acquisition:
 
     def __init__(
         self,
-        session: Session,
-        items: Sequence[AcquireItem],
+        peer: PeerSession,
+        items: Sequence[PageRequest],
         table: PageTable,
         flights: Flights,
         metrics: PageStoreMetrics,
@@ -253,8 +257,8 @@ class Acquisition:
     ) -> None:
         """cause: trace of the request."""
         self._cause = cause
-        self._session = session
-        self._items = [_Item(index, wanted) for index, wanted in enumerate(items)]
+        self._session = peer.session
+        self._items = [_Item(index, one, peer.keyspace(one.key.keyspace)) for index, one in enumerate(items)]
         self._table = table
         self._flights = flights
         self._metrics = metrics
@@ -269,7 +273,7 @@ class Acquisition:
         if not self._items:
             self._on_acquired((), True)
         for item in self._items:
-            if item.wanted.keyspace is None:  # never looked for: it may be another tenant's
+            if item.keyspace is None:  # not searched for: it may be another tenant's
                 item.error = KeyspaceUnknown(f"the session has not named keyspace {item.wanted.key.keyspace.hex()}")
                 self._finish(item, None, Source.STAGING)
             else:
@@ -316,25 +320,25 @@ class Acquisition:
 
     def _flight(self, item: _Item) -> Flight:
         """Join the page's flight, or begin the next one; only after `_may_come`."""
-        wanted = item.wanted
+        wanted, keyspace = item.wanted, item.keyspace
         under_way = self._flights.find(wanted.key)
         if under_way is not None:
             item.joins += 1
             return under_way
-        assert wanted.keyspace is not None
+        assert keyspace is not None  # else the page was refused
         unsealed = None if item.seal_tried else self._table.find(wanted.key)
         if unsealed is not None:
             item.seal_tried = True
-            return self._flights.seal(unsealed, wanted.keyspace)
-        size_bytes = wanted.keyspace.page_bytes(wanted.key.shard)
+            return self._flights.seal(unsealed, keyspace)
+        size_bytes = keyspace.page_bytes(wanted.key.shard)
         on_disk = None if item.disk_tried else self._flights.disk_metadata(wanted.key)
         if on_disk is not None:
             item.disk_tried = True
-            return self._flights.promote(PageRecord(wanted.key, size_bytes, on_disk), wanted.keyspace, self._cause)
+            return self._flights.promote(PageRecord(wanted.key, size_bytes, on_disk), keyspace, self._cause)
         sources = [source for source in wanted.sources if source not in item.tried]
         assert wanted.metadata is not None  # sent with the sources
         record = PageRecord(wanted.key, size_bytes, wanted.metadata)
-        flight = self._flights.pull(record, wanted.keyspace, sources, self._cause)
+        flight = self._flights.pull(record, keyspace, sources, self._cause)
         item.tried.add(sources[0])
         flight.on_landed.append(lambda landed: item.tried.update(landed.tried))
         return flight

@@ -21,7 +21,7 @@ from kvpool_pagestore.ports import IndexLink
 
 @dataclass(slots=True)
 class _Pending:
-    """The last word on each shard of one chunk and tier: a bit is in at most one of the masks."""
+    """The latest change of each shard of one chunk and tier: a bit is in at most one of the masks."""
 
     group_head_hash: bytes
     added: int = 0
@@ -29,7 +29,7 @@ class _Pending:
 
 
 class LocationBuffer:
-    """Merges changes of one chunk, the last word on each shard wins; chunks keep the order of their first change."""
+    """Merges changes of one chunk: the latest of each shard wins. Chunks keep the order of their first change."""
 
     def __init__(self) -> None:
         self._pending: dict[tuple[bytes, bytes, Tier], _Pending] = {}
@@ -81,7 +81,7 @@ _NAMES_A_PART = 1024  # looked at in one turn of the event loop
 
 
 class Announcer:
-    """Gathers changes for one turn of the event loop and hands them to the index together."""
+    """Collects the changes of one turn of the event loop and announces them together."""
 
     def __init__(self, index: IndexLink) -> None:
         self._index = index
@@ -99,13 +99,13 @@ class Announcer:
             self._note(key, group_head_hash, Tier.DISK, changed.present)
 
     def flush(self) -> None:
-        """Hand over what was gathered."""
+        """Announce the changes collected so far."""
         self._scheduled = False
         if self._buffer:
             self._index.announce(self._buffer.take())
 
     async def wait_announced(self) -> None:
-        """Return when the index has everything told so far. Raises StoreUnavailable."""
+        """Return when the index has acknowledged everything announced so far. Raises StoreUnavailable."""
         self.flush()
         await self._index.wait_announced()
 
@@ -130,7 +130,7 @@ class Announcer:
             asyncio.get_running_loop().call_soon(self.flush)
 
 
-class NodeTruth:
+class Inventory:
     """What this node holds, as the index is to know it: kvpool_server.node.chunk_directory.LocationTruth."""
 
     def __init__(self, announcer: Announcer, table: PageTable, keyspaces: KeyspaceBook) -> None:
@@ -236,7 +236,7 @@ class Listing:
     async def chunks(
         self, tenant: str, keyspace: bytes, *, most_read: int, pinned_only: bool
     ) -> AsyncIterator[list[ListedChunk]]:
-        """Part after part, each gathered in one turn of the event loop. keyspace: empty means all of the tenant's."""
+        """Part after part, each collected in one turn of the event loop. keyspace: empty means all of the tenant's."""
         chosen = {one.keyspace for one in self._keyspaces.of_tenant(tenant) if keyspace in (b"", one.keyspace)}
         reads = dict(self._most_read(MAX_MOST_READ)) if most_read else {}
         parts = (

@@ -14,7 +14,7 @@ from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.core.replication import HeldChunk
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine.context import EngineContext, Tiers
-from kvpool_pagestore.ports import PushItem
+from kvpool_pagestore.ports import PageWrite
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _BUCKET_CHUNKS = 256
 class HeldPage:
     """A page whose bytes stay valid until it is released."""
 
-    item: PushItem
+    item: PageWrite
     slot: Slot | None = None  # pinned; None: the bytes were read from disk
 
 
@@ -108,7 +108,7 @@ class LocalPages:
             if error is not None:
                 self._table.unpin(slot)
                 return error
-            return HeldPage(PushItem(key=key, page=self._space.view(slot), metadata=slot.page.metadata), slot)
+            return HeldPage(PageWrite(key=key, page=self._space.view(slot), metadata=slot.page.metadata), slot)
         metadata = self._disk.map.metadata(key) if self._disk is not None and key in self._disk else None
         if self._disk is None or metadata is None:
             return None
@@ -116,7 +116,7 @@ class LocalPages:
         buffer = memoryview(bytearray(keyspace.page_bytes(key.shard)))
         error = await self._disk.read(key, keyspace, buffer)
         if error is None:
-            return HeldPage(PushItem(key=key, page=buffer, metadata=metadata))
+            return HeldPage(PageWrite(key=key, page=buffer, metadata=metadata))
         return error if key in self._disk else None
 
     def release(self, page: HeldPage) -> None:

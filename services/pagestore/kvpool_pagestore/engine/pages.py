@@ -6,9 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from kvpool.core.cluster import PageMetadata, RemoteSource
 from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageMissing, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
@@ -19,30 +17,12 @@ from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
 from kvpool_pagestore.engine.commits import Commits
 from kvpool_pagestore.engine.context import EngineContext, Tiers
-from kvpool_pagestore.engine.fetch import Acquired, AcquireItem, Acquisition, Flights, OnAcquired
+from kvpool_pagestore.engine.fetch import Acquired, Acquisition, Flights, OnAcquired, PageRequest
 from kvpool_pagestore.engine.local_pages import LocalPages
 from kvpool_pagestore.engine.retention import RetentionManager
 from kvpool_pagestore.engine.sessions import PeerSession
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveItem:
-    """One page that a peer wants to write."""
-
-    key: PageKey
-    page_bytes: int
-    metadata: PageMetadata
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedPage:
-    """One page that a peer wants to read. metadata: needed if there are sources."""
-
-    key: PageKey
-    metadata: PageMetadata | None = None
-    sources: tuple[RemoteSource, ...] = ()
 
 
 def _admission(answer: ReserveAnswer) -> str:
@@ -101,8 +81,8 @@ class PageCalls:
         """The page's bytes in its slot."""
         return self._space.view(grant.slot)
 
-    async def reserve(self, peer: PeerSession, items: Sequence[ReserveItem]) -> list[ReserveAnswer]:
-        """Per item, in order. Raises SessionUnknown if the session ends meanwhile."""
+    async def reserve(self, peer: PeerSession, items: Sequence[PageRecord]) -> list[ReserveAnswer]:
+        """Reserve slots; return an answer per item, in order. Raises SessionUnknown if the session ends meanwhile."""
         with self._metrics.request_duration.labels("reserve").time():
             changed: list[PageKey] = []
             answers = [await self._reserve_one(peer, index, item, changed) for index, item in enumerate(items)]
@@ -146,11 +126,11 @@ class PageCalls:
 
     def abort(self, peer: PeerSession, lease_ids: Sequence[int]) -> None:
         """Give slots back unwritten; unknown leases are ignored."""
-        for lease_id in lease_ids if peer.live else ():  # else these words were in the pipe: the peer may be writing
+        for lease_id in lease_ids if peer.live else ():  # else the message was late: the peer may be writing
             self._table.abort(peer.session, lease_id)
 
     def acquire(
-        self, peer: PeerSession, wanted: Sequence[WantedPage], *, wait_s: float, on_acquired: OnAcquired
+        self, peer: PeerSession, wanted: Sequence[PageRequest], *, wait_s: float, on_acquired: OnAcquired
     ) -> None:
         """Lease pages as they become ready; `on_acquired` gets every item once.
 
@@ -163,13 +143,7 @@ class PageCalls:
                 raise InvalidRequest(f"item {index}: shard {one.key.shard} is not in the keyspace's grid")
 
         self.drop_expired(one.key for one in wanted)
-        items = [
-            AcquireItem(
-                key=one.key, keyspace=peer.keyspace(one.key.keyspace), metadata=one.metadata, sources=one.sources
-            )
-            for one in wanted
-        ]
-        self.fetch(peer, items, wait_s=wait_s, on_acquired=on_acquired)
+        self.fetch(peer, wanted, wait_s=wait_s, on_acquired=on_acquired)
 
     def drop_expired(self, keys: Iterable[PageKey]) -> None:
         """Forget those of the pages that are past their time: a request for them must fail from now on."""
@@ -177,7 +151,7 @@ class PageCalls:
             for key in keys:
                 self._retained.drop_expired(key)
 
-    def fetch(self, peer: PeerSession, items: Sequence[AcquireItem], *, wait_s: float, on_acquired: OnAcquired) -> None:
+    def fetch(self, peer: PeerSession, items: Sequence[PageRequest], *, wait_s: float, on_acquired: OnAcquired) -> None:
         """Lease pages that have been checked as they become ready, wherever they have to come from."""
         started_s = time.perf_counter()
 
@@ -189,16 +163,14 @@ class PageCalls:
                 self._events.publish(PagesRead(read))
             on_acquired(acquired, final)
 
-        acquisition = Acquisition(
-            peer.session, items, self._table, self._flights, self._metrics, settled, self._tracer.here()
-        )
+        acquisition = Acquisition(peer, items, self._table, self._flights, self._metrics, settled, self._tracer.here())
         peer.acquisitions.add(acquisition)
         acquisition.start(wait_s)
 
     def release(self, peer: PeerSession, lease_ids: Sequence[int], corrupt_ids: Sequence[int] = ()) -> None:
         """End read leases; pages that a reader found corrupt are dropped, from disk too if they fail there."""
         if not peer.live:
-            return  # these words were in the pipe: what the session held is quarantined as a whole
+            return  # the message was late: what the session held is quarantined as a whole
         for lease_id in corrupt_ids:
             slot = peer.session.reads.get(lease_id)
             if slot is not None and not slot.deleted:
@@ -226,7 +198,7 @@ class PageCalls:
     # Inside
 
     async def _reserve_one(
-        self, peer: PeerSession, index: int, item: ReserveItem, changed: list[PageKey]
+        self, peer: PeerSession, index: int, item: PageRecord, changed: list[PageKey]
     ) -> ReserveAnswer:
         keyspace = peer.keyspace(item.key.keyspace)
         if keyspace is None:

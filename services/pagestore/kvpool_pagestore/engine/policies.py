@@ -58,13 +58,13 @@ class Policies:
 
     async def load(self) -> None:
         """What was learnt before the last restart. Raises StoreFault."""
-        kept = await self._disk.load_value(_NAME) if self._disk is not None else None
+        stored = await self._disk.load_value(_NAME) if self._disk is not None else None
         try:
-            for learned in _unpacked(kept or b""):
+            for learned in _unpacked(stored or b""):
                 self._book.take(learned)
                 self._events.publish(PolicyChanged(learned.keyspace, learned.policy))
         except (InvalidRequest, struct.error) as error:  # the index sends them again
-            _log.error("the policies that were kept cannot be read, and are asked for again: %s", error)
+            _log.error("the stored policies cannot be read, and are fetched from the index again: %s", error)
 
     def repeat(self) -> None:
         """Publish every policy that is known once more."""
@@ -168,7 +168,7 @@ class Policies:
             try:
                 await self._disk.save_value(_NAME, _packed(self._book.known()))
             except KvPoolError as error:
-                _log.error("policies are not kept over a restart: %s", error)
+                _log.error("policies will be lost at a restart: %s", error)
 
 
 def _packed(known: Iterable[VersionedPolicy]) -> bytes:
@@ -179,13 +179,13 @@ def _packed(known: Iterable[VersionedPolicy]) -> bytes:
     return b"".join(parts)
 
 
-def _unpacked(kept: bytes) -> list[VersionedPolicy]:
+def _unpacked(packed: bytes) -> list[VersionedPolicy]:
     """Raises InvalidRequest, struct.error."""
     found, at = [], 0
-    while at < len(kept):
-        keyspace, version, size_bytes = _ENTRY.unpack_from(kept, at)
+    while at < len(packed):
+        keyspace, version, size_bytes = _ENTRY.unpack_from(packed, at)
         at += _ENTRY.size + size_bytes
-        policy = KeyspacePolicy.decode(kept[at - size_bytes : at])
+        policy = KeyspacePolicy.decode(packed[at - size_bytes : at])
         found.append(VersionedPolicy(keyspace=keyspace, policy=policy, version=version))
     return found
 

@@ -85,13 +85,13 @@ class PullLimits:
 
 
 @dataclass(slots=True, eq=False)
-class Pulled:
+class PagePull:
     """One page that is wanted from peers. `on_settled` is called once, on the loop."""
 
     record: PageRecord
     keyspace: Keyspace
     sources: list[RemoteSource]  # not asked yet, best first
-    on_settled: Callable[[Pulled, Slot | None, KvPoolError | None, bool], None]
+    on_settled: Callable[[PagePull, Slot | None, KvPoolError | None, bool], None]
     tried: set[RemoteSource] = field(default_factory=set)
     attempts: int = 0  # under way, or waiting for a stream
     hedge: RemoteSource | None = None  # asked because the one before it was slow
@@ -104,7 +104,7 @@ class PullStream:
     """One call to one peer. pages: by their position in the call, those that it has not settled."""
 
     source: RemoteSource
-    pages: dict[int, tuple[Pulled, Slot]] = field(default_factory=dict)
+    pages: dict[int, tuple[PagePull, Slot]] = field(default_factory=dict)
     metadata: dict[int, PageMetadata] = field(default_factory=dict)  # of the source, written by its thread
     stop: StopSignal = field(default_factory=StopSignal)
     moved_s: float = 0.0
@@ -113,10 +113,10 @@ class PullStream:
 
 
 @dataclass(slots=True, eq=False)
-class PulledPeer:
+class PeerPulls:
     """What is asked of one peer."""
 
-    waiting: deque[tuple[Pulled, RemoteSource]] = field(default_factory=deque)
+    waiting: deque[tuple[PagePull, RemoteSource]] = field(default_factory=deque)
     streams: set[PullStream] = field(default_factory=set)
 
 
@@ -140,7 +140,7 @@ class PullCaller:
     async def call(
         self,
         stream: PullStream,
-        pages: list[tuple[Pulled, Slot]],
+        pages: list[tuple[PagePull, Slot]],
         on_page: Callable[[int, KvPoolError | None, bool], None],
     ) -> None:
         """Pull pages of one keyspace from the stream's source into their slots; `on_page` runs on the loop.
@@ -171,7 +171,7 @@ class PullCaller:
     def _call_blocking(
         self,
         stream: PullStream,
-        pages: list[tuple[Pulled, Slot]],
+        pages: list[tuple[PagePull, Slot]],
         on_page: Callable[[int, KvPoolError | None, bool], None],
         corrupt: list[PageKey],
     ) -> None:
@@ -205,24 +205,24 @@ class Pulls:
         self._caller = caller
         self._index = index
         self._tasks, self._metrics, self._clock = context.tasks, context.metrics, context.clock
-        self._peers: dict[str, PulledPeer] = {}  # by endpoint; only those that are asked for something
+        self._peers: dict[str, PeerPulls] = {}  # by endpoint; only those that are asked for something
         self._delay = HedgeDelay(limits.hedge_s, limits.stall_s)
         self._hedged_count = 0
         self._pumping = False
         self._watch: asyncio.TimerHandle | None = None
 
-    def start(self, page: Pulled) -> None:
+    def start(self, page: PagePull) -> None:
         """Ask the first of the page's sources; pages asked of one peer in one turn of the loop go together."""
         self._ask(page, page.sources.pop(0))
 
     # Inside
 
-    def _ask(self, page: Pulled, source: RemoteSource) -> None:
+    def _ask(self, page: PagePull, source: RemoteSource) -> None:
         page.tried.add(source)
         page.attempts += 1
         peer = self._peers.get(source.bulk_endpoint)
         if peer is None:
-            peer = self._peers[source.bulk_endpoint] = PulledPeer()
+            peer = self._peers[source.bulk_endpoint] = PeerPulls()
         peer.waiting.append((page, source))
         if not self._pumping:
             self._pumping = True
@@ -244,7 +244,7 @@ class Pulls:
         if self._peers and self._watch is None:
             self._check_later()
 
-    def _startable(self) -> list[tuple[str, PulledPeer]]:
+    def _startable(self) -> list[tuple[str, PeerPulls]]:
         """Peers that may be asked now: as many as there are places for streams."""
         streams = self._streams()
         quiet_before_s = self._clock.monotonic_s() - _QUIET_S
@@ -255,15 +255,15 @@ class Pulls:
     def _streams(self) -> list[PullStream]:
         return [stream for peer in self._peers.values() for stream in peer.streams]
 
-    def _waiting_peers(self) -> list[tuple[str, PulledPeer]]:
+    def _waiting_peers(self) -> list[tuple[str, PeerPulls]]:
         """Those that would get a stream if there were a place for it."""
         most = self._limits.streams_per_peer
         return [(at, peer) for at, peer in self._peers.items() if peer.waiting and len(peer.streams) < most]
 
-    def _take(self, peer: PulledPeer, source: RemoteSource) -> list[Pulled]:
+    def _take(self, peer: PeerPulls, source: RemoteSource) -> list[PagePull]:
         """Pages of one keyspace and source for one stream. They do not have to be next to each other in the queue."""
-        taken: list[Pulled] = []
-        left: deque[tuple[Pulled, RemoteSource]] = deque()
+        taken: list[PagePull] = []
+        left: deque[tuple[PagePull, RemoteSource]] = deque()
         for page, wanted in peer.waiting:
             # Under way from elsewhere; not if that has failed meanwhile: this attempt is the last one then.
             elsewhere = page.hedge not in (None, wanted) and page.attempts > 1
@@ -277,9 +277,9 @@ class Pulls:
         peer.waiting = left
         return taken
 
-    async def _run(self, peer: PulledPeer, stream: PullStream, pages: list[Pulled]) -> None:
+    async def _run(self, peer: PeerPulls, stream: PullStream, pages: list[PagePull]) -> None:
         failure: KvPoolError = KvPoolError(f"the pull from {stream.source.bulk_endpoint} ended early")
-        going: list[tuple[Pulled, Slot]] = []
+        going: list[tuple[PagePull, Slot]] = []
         unplaced = deque(pages)
         try:
             while unplaced:
@@ -307,7 +307,7 @@ class Pulls:
             peer.streams.discard(stream)
             self._pump()
 
-    async def _slot(self, page: Pulled) -> Slot | KvPoolError | None:
+    async def _slot(self, page: PagePull) -> Slot | KvPoolError | None:
         """Return a slot, or None if the page came from elsewhere meanwhile."""
         return await self._space.find(
             page.keyspace.tenant,
@@ -332,7 +332,7 @@ class Pulls:
         self._table.describe_fill(slot, inherited(page.record.metadata, stream.metadata.pop(position, None)))
         self._finish_attempt(page, slot, error, hit)
 
-    def _report_source(self, page: Pulled, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:
+    def _report_source(self, page: PagePull, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:
         """Report a source that did not have what the index said it has."""
         if isinstance(error, PageCorrupt):
             self._metrics.verification_failures.labels("peer").inc()
@@ -340,7 +340,7 @@ class Pulls:
         if isinstance(error, PageCorrupt | StaleIncarnation) or (error is None and not hit):
             self._index.report_stale(page.record.key, page.record.metadata.group_head_hash, source)
 
-    def _finish_attempt(self, page: Pulled, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
+    def _finish_attempt(self, page: PagePull, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
         """One attempt has ended. The first good copy counts; a failure only when no other attempt is under way."""
         page.attempts -= 1
         good = hit and error is None
@@ -356,7 +356,7 @@ class Pulls:
             if present is not None:
                 self._table.unpin(present)
 
-    def _stop_unwanted(self, page: Pulled) -> None:
+    def _stop_unwanted(self, page: PagePull) -> None:
         """The page is here: streams that no page needs any more are stopped."""
         for source in page.tried:
             peer = self._peers.get(source.bulk_endpoint)
@@ -406,7 +406,7 @@ class Pulls:
         if now_s - quietest.moved_s >= _QUIET_S:
             self._abandon(quietest)
 
-    def _abandon_waiting(self, peer: PulledPeer) -> None:
+    def _abandon_waiting(self, peer: PeerPulls) -> None:
         """Pages that no stream of a silent peer has asked for yet: the next one would be as silent, and as long."""
         waiting, peer.waiting = peer.waiting, deque()
         for page, source in waiting:
@@ -417,7 +417,7 @@ class Pulls:
         stream.stalled = True
         stream.stop.stop()
 
-    def _hedge(self, page: Pulled) -> None:
+    def _hedge(self, page: PagePull) -> None:
         if not self._delay.enabled or page.settled or page.hedge is not None or not page.sources:
             return
         if self._hedged_count >= _HEDGED_MAX:
@@ -427,7 +427,7 @@ class Pulls:
         self._metrics.hedged_pages.inc()
         self._ask(page, page.hedge)
 
-    def _unhedge(self, page: Pulled, source: RemoteSource) -> None:
+    def _unhedge(self, page: PagePull, source: RemoteSource) -> None:
         """Forget the second source, for whose copy there is no room, until it is tried again."""
         page.hedge = None
         self._hedged_count -= 1
@@ -436,11 +436,11 @@ class Pulls:
         page.sources.insert(0, source)
 
 
-def _same_keyspace(page: Pulled, taken: list[Pulled]) -> bool:
+def _same_keyspace(page: PagePull, taken: list[PagePull]) -> bool:
     return not taken or taken[0].record.key.keyspace == page.record.key.keyspace
 
 
-def _verify(page: Pulled, view: memoryview) -> PageCorrupt | None:
+def _verify(page: PagePull, view: memoryview) -> PageCorrupt | None:
     key: PageKey = page.record.key
     fault = verify(view, key, page.keyspace.spec.codec, page.keyspace.payload_bytes(key.shard))
     return None if fault is None else PageCorrupt(f"page {key} from a peer: {fault}")

@@ -13,7 +13,7 @@ from kvpool.core.errors import InvalidRequest, StoreFault, StoreUnavailable
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.engine.context import EngineContext, Tiers
-from kvpool_pagestore.engine.inventory import Announcer, NodeTruth
+from kvpool_pagestore.engine.inventory import Announcer, Inventory
 
 _PAGES_A_TURN = 512  # dropped between two turns of the event loop: each takes some 10 us
 
@@ -21,12 +21,12 @@ _PAGES_A_TURN = 512  # dropped between two turns of the event loop: each takes s
 class Clearing:
     """One clear at a time. one_at_a_time: held while the writes of a keyspace are held back."""
 
-    def __init__(self, tiers: Tiers, announcer: Announcer, truth: NodeTruth) -> None:
+    def __init__(self, tiers: Tiers, announcer: Announcer, inventory: Inventory) -> None:
         self._table = tiers.staging.table
         self._disk = tiers.disk
         self._write_back = tiers.write_back
         self._announcer = announcer
-        self._truth = truth
+        self._inventory = inventory
         self.one_at_a_time = asyncio.Lock()  # the end of one would let writes start beneath another
 
     async def clear(self, keyspaces: Sequence[bytes]) -> int:
@@ -58,7 +58,7 @@ class Clearing:
             finally:
                 write_back.unhold(keyspace)
         # What was stored while this ran is announced again.
-        await self._announcer.drop_keyspace(keyspace, lambda: self._truth.of_keyspace(keyspace))
+        await self._announcer.drop_keyspace(keyspace, lambda: self._inventory.of_keyspace(keyspace))
         return count
 
 
@@ -226,8 +226,8 @@ class Evicting:
         return self._disk is not None and key in self._disk.map
 
     def _pinned_until_us(self, key: PageKey) -> int:
-        kept = self._table.metadata(key)
-        return kept.pinned_until_us if kept is not None else 0
+        metadata = self._table.metadata(key)
+        return metadata.pinned_until_us if metadata is not None else 0
 
     def _judge(self, key: PageKey, target: EvictTarget, now_us: int, counted: Evicted) -> bool:
         """Whether a page goes; `counted` then counts it, or as one that stays."""

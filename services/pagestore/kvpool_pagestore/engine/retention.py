@@ -66,7 +66,7 @@ class RetentionManager:
 
     @property
     def may_expire(self) -> bool:
-        """Whether any page that is here will expire: else `drop_expired` has nothing to look for."""
+        """Whether any page that is here will expire: else `drop_expired` has nothing to do."""
         return bool(self._expiry)
 
     def stop(self) -> None:
@@ -81,7 +81,7 @@ class RetentionManager:
         return with_defaults(metadata, default, self._clock.wall_us())
 
     def prepared_all(self, keyspace: bytes, metadata: Sequence[PageMetadata]) -> list[PageMetadata]:
-        """The same for pages of one keyspace."""
+        """Do the same for pages of one keyspace."""
         default, now_us = self._policies.policy(keyspace).retention, self._clock.wall_us()
         return [with_defaults(one, default, now_us) for one in metadata]
 
@@ -121,8 +121,8 @@ class RetentionManager:
     def turned_down(self, key: PageKey) -> None:
         """A page that was admitted did not come, or not now."""
         if key in self._pins and not self._table.is_coming(key):  # else its own writer's end decides
-            kept = self._table.metadata(key)
-            if kept is None or not kept.pinned_until_us:
+            current = self._table.metadata(key)
+            if current is None or not current.pinned_until_us:
                 self._pins.unpin([key])
 
     def drop_expired(self, key: PageKey) -> None:
@@ -142,10 +142,10 @@ class RetentionManager:
 
         Pages whose records on disk do not say so yet are added to `changed`; see `keep`.
         """
-        kept = self._table.metadata(key)
-        if kept is None or (after := extended(kept, wanted)) == kept:
+        current = self._table.metadata(key)
+        if current is None or (after := extended(current, wanted)) == current:
             return None
-        if after.pinned_until_us != kept.pinned_until_us:
+        if after.pinned_until_us != current.pinned_until_us:
             refused = self._pin(PageRecord(key, page_bytes, after))
             if refused is not None:
                 return refused
@@ -153,9 +153,9 @@ class RetentionManager:
         return None
 
     async def keep(self, changed: Sequence[PageKey]) -> None:
-        """Have the disk say what is kept beside pages; synced, once for all of them. Raises StoreFault."""
+        """Write the metadata of pages to disk; synced, once for all of them. Raises StoreFault."""
         if self._disk is not None and changed:
-            now = [(key, kept) for key in changed if (kept := self._table.metadata(key)) is not None]
+            now = [(key, current) for key in changed if (current := self._table.metadata(key)) is not None]
             await self._disk.set_metadata(now)
 
     async def pin(self, tenant: str, keyspace: bytes, chunk_hashes: Sequence[bytes], until_us: int) -> int:
@@ -170,7 +170,7 @@ class RetentionManager:
         if known is None or known.tenant != tenant:
             return 0  # as if it did not exist
         if self._disk is not None and self._disk.fault:
-            raise StoreFault(f"pins cannot be kept: {self._disk.fault}")
+            raise StoreFault(f"pins cannot be made durable: {self._disk.fault}")
         found: dict[bytes, list[PageKey]] = {}  # pages by chunk
         for position, chunk_hash in enumerate(dict.fromkeys(chunk_hashes)):
             if position % _CHANGED_CHUNKS == 0:
@@ -186,9 +186,9 @@ class RetentionManager:
             changes = []
             for name in names[start : start + _CHANGED_CHUNKS]:
                 keys = self._counted(known, name, found[name], until_us)
-                kept = self._table.metadata(keys[0]) if keys else None
-                if kept is not None:
-                    changes.append((name, replace(kept, pinned_until_us=until_us)))
+                current = self._table.metadata(keys[0]) if keys else None
+                if current is not None:
+                    changes.append((name, replace(current, pinned_until_us=until_us)))
                 count += len(keys)
             await self.keep(self._change(changes))
         return count
@@ -199,11 +199,11 @@ class RetentionManager:
         for name in self._expiry.take_due(now_us, _SWEPT_CHUNKS):
             expired: list[PageKey] = []
             for key in self._table.keys(name[:16], name[16:]):
-                kept = self._table.metadata(key)
-                if kept is not None and is_expired(kept, now_us):
+                current = self._table.metadata(key)
+                if current is not None and is_expired(current, now_us):
                     expired.append(key)
-                elif kept is not None:
-                    self._expiry.add(name, kept.expires_us)  # the caller sets the timer
+                elif current is not None:
+                    self._expiry.add(name, current.expires_us)  # the caller sets the timer
             for key in expired:
                 self._table.drop(key)
             on_disk = [key for key in expired if self._disk is not None and key in self._disk.map]

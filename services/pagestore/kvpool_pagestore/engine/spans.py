@@ -18,7 +18,7 @@ from kvpool_pagestore.core.events import PagesRead
 from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed, slot_bytes_for
 from kvpool_pagestore.engine.context import EngineContext, Tiers
-from kvpool_pagestore.engine.fetch import Acquired, AcquireItem, Source
+from kvpool_pagestore.engine.fetch import Acquired, PageRequest, Source
 from kvpool_pagestore.engine.pages import PageCalls
 from kvpool_pagestore.engine.retention import RetentionManager
 from kvpool_pagestore.engine.sessions import PeerSession
@@ -132,7 +132,7 @@ class SpanCalls:
         def fetched(acquired: Sequence[Acquired], final: bool) -> None:
             on_answer(_fetched(acquired, absent), final)
 
-        items = _items(span, keyspace, absent)
+        items = _items(span, absent)
         self._pages.fetch(peer, items, wait_s=wait_s, on_acquired=fetched)
 
     # Inside
@@ -214,17 +214,16 @@ def _checked(peer: PeerSession, span: PageSpan) -> Keyspace:
     return keyspace
 
 
-def _items(span: PageSpan, keyspace: Keyspace, pages: Sequence[int]) -> list[AcquireItem]:
+def _items(span: PageSpan, pages: Sequence[int]) -> list[PageRequest]:
     """Pages that are not in staging, as items."""
     keys = span.page_keys
     if not span.sources:
-        return [AcquireItem(key=keys[page], keyspace=keyspace) for page in pages]
+        return [PageRequest(key=keys[page]) for page in pages]
     metadata: tuple[PageMetadata, ...] = span.metadata
     positions, sources = span.positions.tolist(), span.chunk_sources
     return [
-        AcquireItem(
+        PageRequest(
             key=keys[page],
-            keyspace=keyspace,
             metadata=metadata[positions[page]],
             sources=sources[positions[page]],
         )

@@ -35,7 +35,7 @@ from kvpool_pagestore.engine.context import EngineContext, EngineTasks, Staging,
 from kvpool_pagestore.engine.disk_tier import DiskTier, DurableValue
 from kvpool_pagestore.engine.drain import Drain
 from kvpool_pagestore.engine.fetch import Prefetch
-from kvpool_pagestore.engine.inventory import Announcer, Listing, NodeTruth
+from kvpool_pagestore.engine.inventory import Announcer, Inventory, Listing
 from kvpool_pagestore.engine.local_pages import LocalPages
 from kvpool_pagestore.engine.pages import PageCalls
 from kvpool_pagestore.engine.parts import (
@@ -87,7 +87,7 @@ class PageStoreEngine:
         )
         tiers = self._make_tiers(parts, policies, context)
         self.policies = Policies(policies, self._keyspaces, tiers, parts.index, context)
-        self._clearing = Clearing(tiers, self._announcer, self.truth)
+        self._clearing = Clearing(tiers, self._announcer, self.inventory)
         one_at_a_time = self._clearing.one_at_a_time
         self.evicting = Evicting(self._keyspaces, tiers, self._announcer, one_at_a_time, context)
         self._make_peers(parts, metrics)
@@ -342,9 +342,9 @@ class PageStoreEngine:
         )
 
     @property
-    def truth(self) -> NodeTruth:
+    def inventory(self) -> Inventory:
         """What this node holds, as the index is to know it."""
-        return NodeTruth(self._announcer, self._table, self._keyspaces)
+        return Inventory(self._announcer, self._table, self._keyspaces)
 
     def read_gauges(self, loop: asyncio.AbstractEventLoop) -> StoreGauges:
         """`gauges` for another thread; `loop` is the engine's."""

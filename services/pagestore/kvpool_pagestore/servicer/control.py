@@ -37,7 +37,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
-    """`tenant` tells whose call is being handled."""
+    """`tenant` returns the tenant of the current call."""
 
     def __init__(
         self, engine: PageStoreEngine, tenant: Callable[[], str], limits: SessionLimits, tracer: Tracer = NO_TRACER

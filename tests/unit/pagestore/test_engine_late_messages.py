@@ -11,7 +11,7 @@ from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_it
 
 
 @pytest.mark.parametrize("corrupt", [False, True])
-async def test_a_late_release_does_not_keep_the_slot_in_quarantine_for_ever(corrupt: bool) -> None:
+async def test_a_late_release_does_not_keep_the_slot_in_quarantine_permanently(corrupt: bool) -> None:
     with new_world() as world:
         async with running_engine(world) as running:
             peer = await open_session(running)
