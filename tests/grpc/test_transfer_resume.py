@@ -11,7 +11,14 @@ import grpc
 
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.cluster import RemoteSource
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, StaleIncarnation
+from kvpool.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KvPoolError,
+    ServiceUnavailable,
+    StaleIncarnation,
+    Stopped,
+)
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
@@ -146,6 +153,28 @@ def test_a_server_that_hangs_costs_the_deadline_and_no_more() -> None:
         _, reports = read(client, [10], timeout_s=0.2)
         hang.set()
     assert isinstance(reports[0][1], DeadlineExceeded)
+
+
+def test_a_write_to_a_server_that_hangs_ends_when_it_is_stopped() -> None:
+    gateway, hang, stop = MemoryGateway(), threading.Event(), StopSignal()
+    page = sealed_page(0, 150_000)
+    reports: list[type[KvPoolError]] = []
+
+    class Hanging(PageTransferServicer):
+        def WritePages(
+            self, requests: Iterator[WriteMessage], context: grpc.ServicerContext
+        ) -> Iterator[pb.WritePagesResponse]:
+            stop.stop()
+            hang.wait(60)
+            yield from ()
+
+    with serving(Hanging(gateway, lambda: "tenant")) as endpoint, closing_client(endpoint) as client:
+        items = [PageToWrite(key=key(number), page=memoryview(page), metadata=METADATA) for number in range(2)]
+        client.write_pages(
+            KEYSPACES, items, lambda index, admission, error: reports.append(type(error)), timeout_s=3600, stop=stop
+        )
+        hang.set()
+    assert reports == [Stopped, Stopped]
 
 
 def test_a_closed_client_reports_and_does_not_connect() -> None:

@@ -209,7 +209,7 @@ async def _adopt_incarnation(
     last_incarnation: int,
     stop: Stop,
 ) -> None:
-    """Register, and serve under what the index grants; without its word, under what is higher than all before."""
+    """Register, and serve under what the index grants; without an answer, under what is higher than all before."""
     incarnation = 0
     if isinstance(parts.index, NodeIndexLink):
         registrant = Registrant(
@@ -223,7 +223,7 @@ async def _adopt_incarnation(
         )
         incarnation = await parts.index.register(registrant, config.index_start_wait_ms / 1e3)
     # Readers elsewhere learn incarnations from the index alone, so a local one that the index never saw fences nothing
-    # it should not; it is on disk before anybody hears of it, and what the index grants later is higher.
+    # it should not; it is on disk before it is published, and what the index grants later is higher.
     if not incarnation:
         await engine.adopt_incarnation(max(last_incarnation, parts.clock.wall_us()) + 1)
 
