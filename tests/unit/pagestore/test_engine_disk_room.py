@@ -39,7 +39,7 @@ def stored(world: World) -> set[int]:
 
 async def pin(running: Running, numbers: Sequence[int]) -> None:
     hashes = [page_key(number).chunk_hash for number in numbers]
-    await running.engine.retained.pin(TENANT, KEYSPACE, hashes, PINNED_FOREVER_US)
+    await running.engine.retention.pin(TENANT, KEYSPACE, hashes, PINNED_FOREVER_US)
 
 
 async def test_a_page_that_is_written_again_outlives_the_deletion_that_made_room(

@@ -154,7 +154,7 @@ async def test_pins_beyond_the_bound_are_refused_page_by_page() -> None:
             ((page, error),) = answer.failed
             assert page == 2 and isinstance(error, QuotaExceeded)
             running.engine.pages.abort(peer, answer.granted.lease_ids.tolist())
-            assert running.engine.retained.pinned_bytes == 0
+            assert running.engine.retention.pinned_bytes == 0
 
 
 async def test_a_node_that_takes_no_pages_names_what_it_has() -> None:

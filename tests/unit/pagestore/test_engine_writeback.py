@@ -181,7 +181,7 @@ async def test_a_page_pinned_while_it_is_written_is_durable_with_its_pin(monkeyp
         monkeypatch.setattr(world.memory, "set_metadata", slow)
         async with flushing(world, [1, 2]) as write:
             engine = write.running.engine
-            assert await engine.retained.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
+            assert await engine.retention.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
             assert await write.end() == (2, 0)
             assert pinned_until_us(world) == {page_key(1): PINNED_FOREVER_US, page_key(2): 0}
 
@@ -198,7 +198,7 @@ async def test_a_page_is_not_durable_before_the_pin_it_got_meanwhile_is(
         monkeypatch.setattr(world.memory, "set_metadata", failing)
         async with flushing(world, [1, 2]) as write:
             engine = write.running.engine
-            assert await engine.retained.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
+            assert await engine.retention.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
             assert await write.end() == (1, 1)
             async with asyncio.timeout(PATIENCE_S):
                 await engine.flush(TENANT, b"")  # writes the page once more, with its pin, unless that was done

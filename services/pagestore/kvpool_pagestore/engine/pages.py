@@ -43,7 +43,7 @@ class PageCalls:
         tiers: Tiers,
         flights: Flights,
         commits: Commits,
-        retained: RetentionManager,
+        retention: RetentionManager,
         local: LocalPages,
         context: EngineContext,
     ) -> None:
@@ -53,7 +53,7 @@ class PageCalls:
         self._disk = tiers.disk
         self._write_back = tiers.write_back
         self._flights = flights
-        self._retained = retained
+        self._retention = retention
         self._local = local
         self._events = context.events
         self._tasks = context.tasks
@@ -87,7 +87,7 @@ class PageCalls:
             changed: list[PageKey] = []
             answers = [await self._reserve_one(peer, index, item, changed) for index, item in enumerate(items)]
             try:
-                await self._retained.keep(changed)  # one sync for all of them
+                await self._retention.keep(changed)  # one sync for all of them
             except KvPoolError as error:
                 here = {item.key for item in items}.intersection(changed)
                 answers = [
@@ -147,9 +147,9 @@ class PageCalls:
 
     def drop_expired(self, keys: Iterable[PageKey]) -> None:
         """Forget those of the pages that are past their time: a request for them must fail from now on."""
-        if self._retained.may_expire:
+        if self._retention.may_expire:
             for key in keys:
-                self._retained.drop_expired(key)
+                self._retention.drop_expired(key)
 
     def fetch(self, peer: PeerSession, items: Sequence[PageRequest], *, wait_s: float, on_acquired: OnAcquired) -> None:
         """Lease pages that have been checked as they become ready, wherever they have to come from."""
@@ -207,23 +207,23 @@ class PageCalls:
             check_page(keyspace, item.key, item.page_bytes)
         except InvalidRequest as error:
             return InvalidRequest(f"item {index}: {error}", item_index=index)
-        self._retained.drop_expired(item.key)
-        metadata = self._retained.prepared(item.key, item.metadata)
+        self._retention.drop_expired(item.key)
+        metadata = self._retention.prepared(item.key, item.metadata)
         if self._disk is not None and item.key in self._disk:
             self._disk.map.touch(item.key)
-            return self._retained.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
+            return self._retention.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
         record = PageRecord(item.key, item.page_bytes, metadata)
 
         def attempt() -> Grant | Admission | KvPoolError | SpaceNeed:
             peer.check_live()
             return self._table.reserve(peer.session, record)
 
-        with self._retained.seeking_room(item.key):
+        with self._retention.seeking_room(item.key):
             answer: ReserveAnswer = await self._space.find(keyspace.tenant, item.page_bytes, attempt)
         if answer is Admission.EXISTS:
-            return self._retained.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
+            return self._retention.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
         if isinstance(answer, KvPoolError):
-            self._retained.turned_down(item.key)
+            self._retention.turned_down(item.key)
         return answer
 
     def _drop_corrupt(self, slot: Slot, peer: PeerSession) -> None:

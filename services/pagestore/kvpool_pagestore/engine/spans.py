@@ -69,14 +69,14 @@ class SpanCalls:
     def __init__(
         self,
         tiers: Tiers,
-        retained: RetentionManager,
+        retention: RetentionManager,
         pages: PageCalls,
         context: EngineContext,
     ) -> None:
         self._table = tiers.staging.table
         self._space = tiers.staging.space
         self._disk = tiers.disk
-        self._retained = retained
+        self._retention = retention
         self._pages = pages
         self._events = context.events
         self._metrics = context.metrics
@@ -89,7 +89,7 @@ class SpanCalls:
         with self._metrics.request_duration.labels("reserve").time():
             answered = await self._reserve(peer, keyspace, span, changed)
             try:
-                await self._retained.keep(changed)  # one sync for all of them
+                await self._retention.keep(changed)  # one sync for all of them
             except KvPoolError as error:
                 keys, unsaid = span.page_keys, set(changed)
                 answered.failed += [(page, error) for page in answered.exists if keys[page] in unsaid]
@@ -142,7 +142,7 @@ class SpanCalls:
     ) -> _Answered:
         keys, answered = span.page_keys, _Answered()
         self._pages.drop_expired(keys)
-        metadata = self._retained.prepared_all(span.keyspace, span.metadata)
+        metadata = self._retention.prepared_all(span.keyspace, span.metadata)
         size_bytes = {shard: keyspace.page_bytes(shard) for shard in set(span.shards.tolist())}
         slot_bytes = {shard: slot_bytes_for(size) for shard, size in size_bytes.items()}
         peer.check_live()
@@ -160,9 +160,9 @@ class SpanCalls:
                     answered.slots.append(answer)
                     continue
                 if isinstance(answer, KvPoolError):
-                    self._retained.turned_down(key)
+                    self._retention.turned_down(key)
             if answer is Admission.EXISTS:
-                answer = self._retained.extend(key, record.page_bytes, record.metadata, changed) or answer
+                answer = self._retention.extend(key, record.page_bytes, record.metadata, changed) or answer
             if isinstance(answer, KvPoolError):
                 answered.failed.append((page, answer))
             else:
@@ -186,7 +186,7 @@ class SpanCalls:
             peer.check_live()
             return self._table.reserve_slot(peer.session, record, slot_bytes_for(record.page_bytes))
 
-        with self._retained.seeking_room(record.key):
+        with self._retention.seeking_room(record.key):
             answer: Slot | Admission | KvPoolError = await self._space.find(keyspace.tenant, record.page_bytes, attempt)
             peer.check_live()
         return answer

@@ -93,7 +93,7 @@ class PageStoreEngine:
         self._make_peers(parts, metrics)
         quotas = TenantQuotas.parse(config.tenant_quotas)
         self.quotas = Quotas(quotas, self._keyspaces, self._table, self._disk, context)
-        self.retained = make_retention(config, parts, policies, self._keyspaces, tiers, context)
+        self.retention = make_retention(config, parts, policies, self._keyspaces, tiers, context)
         self._make_calls(parts, policies, tiers, context)
         self._connect(metrics)
 
@@ -142,7 +142,7 @@ class PageStoreEngine:
         """List who may refuse pages, and who handles which event: the only place that joins these parts."""
         # In this order: who asks later is not asked for nothing. A pin is counted, and taken back by the caller if the
         # page does not come; a quota is met by giving pages up, so it is asked when nothing else can refuse the page.
-        self._admission.set_rules((self.drain.refusal, self.retained.refusal, self.quotas.refusal))
+        self._admission.set_rules((self.drain.refusal, self.retention.refusal, self.quotas.refusal))
         # Kinds are independent of each other: each handler changes its own part's state alone, except those that
         # begin work, which look at the page table, consistent by then. Of one kind, in this order.
         subscriptions: list[Subscription[Any]] = [
@@ -151,8 +151,8 @@ class PageStoreEngine:
             Subscription(PolicyChanged, self.quotas.take_policy),
             # Pages that leave are unpinned only after all that holds them has let go, so that a page which only moves
             # between tiers keeps its pin.
-            Subscription(PagesArrived, self.retained.arrived),
-            Subscription(PagesLeft, self.retained.left),
+            Subscription(PagesArrived, self.retention.arrived),
+            Subscription(PagesLeft, self.retention.left),
             # A copy is queued before the index can learn of the page: what the sweep reads there is then queued, too.
             Subscription(StagingChanged, self.replication.staging_changed),
             Subscription(StagingChanged, self._announcer.staging),
@@ -183,8 +183,8 @@ class PageStoreEngine:
         self.replication = ReplicationManager(replication_limits(config), planner, policies, served_nodes, context)
         flights = make_flights(config, parts, tiers, policies, context)
         commits = Commits(tiers, policies, self._keyspaces, verifiers, context)
-        self.pages = PageCalls(tiers, flights, commits, self.retained, local, context)
-        self.spans = SpanCalls(tiers, self.retained, self.pages, context)
+        self.pages = PageCalls(tiers, flights, commits, self.retention, local, context)
+        self.spans = SpanCalls(tiers, self.retention, self.pages, context)
         self.prefetch = Prefetch(self._table, flights, self._keyspaces, metrics, config.arena_bytes)
         self.listing = Listing(self._table, self._disk, self._keyspaces, self.replication.most_read, parts.clock)
 
@@ -220,7 +220,7 @@ class PageStoreEngine:
         """Take no new work, end sessions, make dirty pages durable. True if no peer can map the arena any more."""
         self._draining = True
         await self.preparation.stop()
-        self.retained.stop()
+        self.retention.stop()
         await self.replication.stop()
         await self.drain.stop()
         await self.sessions.stop()
@@ -313,7 +313,7 @@ class PageStoreEngine:
             sessions=table.sessions.live_count,
             quarantined_sessions=len(table.sessions.ended),
             leases=sum(one.lease_count for one in table.sessions.live),
-            pinned_bytes=self.retained.pinned_bytes,
+            pinned_bytes=self.retention.pinned_bytes,
             write_back_oldest_seconds=self._write_back.oldest_s if self._write_back is not None else 0.0,
             write_back_waiting_bytes=self._write_back.waiting_bytes if self._write_back is not None else 0,
             replica_queue_chunks=self.replication.waiting_chunks,

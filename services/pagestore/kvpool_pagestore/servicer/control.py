@@ -92,7 +92,7 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
         return pb.PrefetchResponse(started_count=self._engine.prefetch.start(self._tenant(), keys))
 
     async def Pin(self, request: pb.PinRequest, context: _Context) -> pb.PinResponse:
-        page_count = await self._engine.retained.pin(
+        page_count = await self._engine.retention.pin(
             self._tenant(),
             check_id(request.keyspace_id, "keyspace_id"),
             convert_items(request.chunk_hashes, chunk_hash_from_proto, "chunk hash", most=MAX_PIN_CHUNKS),
