@@ -136,9 +136,8 @@ class LocalPages:
         error: KvPoolError | None = None
         slot = self._table.find(key)
         if slot is not None:
-            self._table.pin(slot)
-            error = await self._sealing.verify(slot)
-            self._table.unpin(slot)
+            # To its end even if the caller leaves: a thread reads the slot.
+            error = await self._tasks.finish(self._verify(slot), "verify-page")
             if error is None:
                 return True
             if isinstance(error, PageCorrupt) and self._table.find(key) is slot:
@@ -148,6 +147,13 @@ class LocalPages:
         if self._disk is not None and key in self._disk:
             return await self._disk.recheck(key, keyspace) or True
         return error or False
+
+    async def _verify(self, slot: Slot) -> KvPoolError | None:
+        self._table.pin(slot)
+        try:
+            return await self._sealing.verify(slot)
+        finally:
+            self._table.unpin(slot)
 
     async def buckets(self, keyspaces: Collection[bytes] | None = None) -> list[ChunkNames]:
         """Return keyspace id + chunk hash of all chunks here, or of these keyspaces, some hundreds of chunks together.
