@@ -104,8 +104,8 @@ class ArenaSpace:
         segment = self._table.space.plan_prepared(size_bytes)
         if segment is None:
             return 0
-        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.expect(settled)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.expect(ended)
         made = False
         try:
             made = await workers.run(self._arena.prepare_segment, segment.segment_id, segment.size_bytes, is_wanted)
@@ -114,7 +114,7 @@ class ArenaSpace:
                 self._table.space.segment_prepared(segment)
             else:
                 self._table.space.segment_gone(segment)
-            settled.set_result(None)
+            ended.set_result(None)
         return segment.size_bytes if made else 0
 
     async def _grow(self, tenant: str, slot_bytes: int) -> None:

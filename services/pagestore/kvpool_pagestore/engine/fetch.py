@@ -112,10 +112,10 @@ class Flights:
         """
         flight = self._add(record, keyspace, Source.REMOTE)
 
-        def settled(page: PagePull, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
+        def on_done(page: PagePull, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
             self._land(flight, slot, error, hit)
 
-        pulled = PagePull(record, keyspace, list(dict.fromkeys(sources)), settled, tried=flight.tried, cause=cause)
+        pulled = PagePull(record, keyspace, list(dict.fromkeys(sources)), on_done, tried=flight.tried, cause=cause)
         self._pulls.start(pulled)
         return flight
 
@@ -223,7 +223,7 @@ class _Item:
 
 
 def count_acquired(metrics: PageStoreMetrics, acquired: Sequence[Acquired]) -> None:
-    """Count what settled together."""
+    """Count items that were answered together."""
     size_bytes: dict[Source, list[int]] = {}
     missed: Counter[str] = Counter()
     for one in acquired:
@@ -239,11 +239,11 @@ def count_acquired(metrics: PageStoreMetrics, acquired: Sequence[Acquired]) -> N
 
 
 OnAcquired = Callable[[Sequence[Acquired], bool], None]
-"""Gets items as they settle, each once; True with the last ones. Called on the loop."""
+"""Gets items as they are answered, each once; True with the last ones. Called on the loop."""
 
 
 class Acquisition:
-    """One request of one session. It ends when all items have settled, at its deadline, or with its session."""
+    """One request of one session. It ends when all items are answered, at its deadline, or with its session."""
 
     def __init__(
         self,

@@ -155,7 +155,7 @@ class PageCalls:
         """Lease pages that have been checked as they become ready, wherever they have to come from."""
         started_s = time.perf_counter()
 
-        def settled(acquired: Sequence[Acquired], final: bool) -> None:
+        def answered(acquired: Sequence[Acquired], final: bool) -> None:
             if final:
                 peer.acquisitions.discard(acquisition)
                 self._metrics.request_duration.labels("acquire").observe(time.perf_counter() - started_s)
@@ -163,7 +163,7 @@ class PageCalls:
                 self._events.publish(PagesRead(read))
             on_acquired(acquired, final)
 
-        acquisition = Acquisition(peer, items, self._table, self._flights, self._metrics, settled, self._tracer.here())
+        acquisition = Acquisition(peer, items, self._table, self._flights, self._metrics, answered, self._tracer.here())
         peer.acquisitions.add(acquisition)
         acquisition.start(wait_s)
 

@@ -86,22 +86,22 @@ class PullLimits:
 
 @dataclass(slots=True, eq=False)
 class PagePull:
-    """One page that is wanted from peers. `on_settled` is called once, on the loop."""
+    """One page that is wanted from peers. `on_done` is called once, on the loop."""
 
     record: PageRecord
     keyspace: Keyspace
     sources: list[RemoteSource]  # not asked yet, best first
-    on_settled: Callable[[PagePull, Slot | None, KvPoolError | None, bool], None]
+    on_done: Callable[[PagePull, Slot | None, KvPoolError | None, bool], None]
     tried: set[RemoteSource] = field(default_factory=set)
     attempts: int = 0  # under way, or waiting for a stream
     hedge: RemoteSource | None = None  # asked because the one before it was slow
-    settled: bool = False
+    done: bool = False
     cause: object | None = None  # trace of the request that began it
 
 
 @dataclass(slots=True, eq=False)
 class PullStream:
-    """One call to one peer. pages: by their position in the call, those that it has not settled."""
+    """One call to one peer. pages: by their position in the call, those that are still open."""
 
     source: RemoteSource
     pages: dict[int, tuple[PagePull, Slot]] = field(default_factory=dict)
@@ -267,7 +267,7 @@ class Pulls:
         for page, wanted in peer.waiting:
             # Under way from elsewhere; not if that has failed meanwhile: this attempt is the last one then.
             elsewhere = page.hedge not in (None, wanted) and page.attempts > 1
-            if page.settled or elsewhere:
+            if page.done or elsewhere:
                 page.attempts -= 1
                 page.tried.discard(wanted)
             elif wanted == source and len(taken) < _PULL_PAGES and _same_keyspace(page, taken):
@@ -288,7 +288,7 @@ class Pulls:
                 if isinstance(slot, Slot):
                     stream.pages[len(going)] = (page, slot)
                     going.append((page, slot))
-                elif page.hedge == stream.source and page.attempts > 1 and not page.settled:
+                elif page.hedge == stream.source and page.attempts > 1 and not page.done:
                     self._unhedge(page, stream.source)
                 else:
                     self._finish_attempt(page, None, slot, False)
@@ -299,7 +299,7 @@ class Pulls:
         except KvPoolError as error:
             failure = error
         finally:
-            # What the call reported is settled by now, and its thread has left all slots.
+            # What the call reported has been handled by now, and its thread has left all slots.
             for position in list(stream.pages):
                 self._arrived(stream, position, failure, False)
             for page in unplaced:
@@ -312,7 +312,7 @@ class Pulls:
         return await self._space.find(
             page.keyspace.tenant,
             page.record.page_bytes,
-            lambda: None if page.settled else self._table.begin_fill(page.keyspace.tenant, page.record),
+            lambda: None if page.done else self._table.begin_fill(page.keyspace.tenant, page.record),
         )
 
     def _arrived(self, stream: PullStream, position: int, error: KvPoolError | None, hit: bool) -> None:
@@ -344,11 +344,11 @@ class Pulls:
         """One attempt has ended. The first good copy counts; a failure only when no other attempt is under way."""
         page.attempts -= 1
         good = hit and error is None
-        if not page.settled and (good or not page.attempts):
-            page.settled = True
+        if not page.done and (good or not page.attempts):
+            page.done = True
             if page.hedge is not None:
                 self._hedged_count -= 1
-            page.on_settled(page, slot, error, hit)
+            page.on_done(page, slot, error, hit)
             if page.attempts:
                 self._stop_unwanted(page)
         elif slot is not None:
@@ -361,7 +361,7 @@ class Pulls:
         for source in page.tried:
             peer = self._peers.get(source.bulk_endpoint)
             for stream in peer.streams if peer is not None else ():
-                if stream.complete and all(one.settled for one, _ in stream.pages.values()):
+                if stream.complete and all(one.done for one, _ in stream.pages.values()):
                     stream.stop.stop()
 
     # Hedging
@@ -418,7 +418,7 @@ class Pulls:
         stream.stop.stop()
 
     def _hedge(self, page: PagePull) -> None:
-        if not self._delay.enabled or page.settled or page.hedge is not None or not page.sources:
+        if not self._delay.enabled or page.done or page.hedge is not None or not page.sources:
             return
         if self._hedged_count >= _HEDGED_MAX:
             return

@@ -24,7 +24,7 @@ from kvpool_pagestore.engine.retention import RetentionManager
 from kvpool_pagestore.engine.sessions import PeerSession
 
 OnAnswer = Callable[[SpanAnswer, bool], None]
-"""Gets pages as they settle, each once; True with the last ones. Called on the loop."""
+"""Gets pages as they are answered, each once; True with the last ones. Called on the loop."""
 
 SOURCE_NUMBERS = {Source.STAGING: 1, Source.DISK: 2, Source.REMOTE: 3}  # of kvpool.v1.Source
 
@@ -232,7 +232,7 @@ def _items(span: PageSpan, pages: Sequence[int]) -> list[PageRequest]:
 
 
 def _fetched(acquired: Sequence[Acquired], pages: Sequence[int]) -> SpanAnswer:
-    """Items that settled; item i is page `pages[i]`."""
+    """Answered items; item i is page `pages[i]`."""
     answered = _Answered()
     for one in acquired:
         page = pages[one.item_index]
