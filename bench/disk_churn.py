@@ -24,10 +24,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey, page_bytes, seal, slot_bytes, verify
 from kvpool_pagestore.adapters.page_store import RocksPageStore
-from kvpool_pagestore.ports import PageMetadata, PageWrite
+from kvpool_pagestore.ports import PageWrite
 from kvpool_server.process import tune_process
 
 SIZES = (256 << 10, 1 << 20, 2 << 20, 8 << 20)

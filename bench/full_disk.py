@@ -51,8 +51,7 @@ from kvpool.core.payload import payload_bytes
 from kvpool.core.policy import KeyspacePolicy
 from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.adapters.records import RECORDS, PageRecord
-from kvpool_pagestore.core.disk_budget import ExtentBudget, charged_bytes, page_blocks
-from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent
+from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent, ExtentBudget, charged_bytes, page_blocks
 from kvpool_pagestore.ports import PageWrite
 
 NAME = "full-disk"

@@ -36,6 +36,7 @@ import numpy as np
 from bench.waiting import ready_document
 from kvpool.client import transfer
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
@@ -45,7 +46,6 @@ from kvpool.core.payload import payload_bytes
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.frames import MAX_MESSAGE_BYTES, BulkFrame
 from kvpool_pagestore.bulk_servicer import PageTransferServicer
-from kvpool_pagestore.ports import PageMetadata
 from kvpool_pagestore.ports_bulk import ReadGrant
 from kvpool_server.listen import TcpAddress
 from kvpool_server.process import tune_process

@@ -24,13 +24,14 @@ from pathlib import Path
 from bench.waiting import ready_document
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
 from kvpool_pagestore.adapters.page_store import RocksPageStore
-from kvpool_pagestore.ports import PageMetadata, PageWrite
+from kvpool_pagestore.ports import PageWrite
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(2, 1, 32),), dtype=Dtype.FP32, chunk_tokens=32)
 ENCODING = encode_keyspace("default", SPEC)

@@ -11,12 +11,12 @@ from itertools import count
 import grpc
 from prometheus_client import CollectorRegistry
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, PageCorrupt, StaleIncarnation
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey, page_bytes, seal, verify
 from kvpool_pagestore.bulk_servicer import BulkLimits, PageTransferServicer
-from kvpool_pagestore.ports import PageMetadata
 from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
 from kvpool_server.interceptors.auth import DefaultTenantAuthenticator, SyncAuth, current_identity
 from kvpool_server.interceptors.errors import SyncErrors
@@ -106,6 +106,17 @@ class MemorySession:
         lease_id, slot = self._lease(len(page))
         slot[:] = page
         return ReadGrant(lease_id=lease_id, page=memoryview(slot).toreadonly(), metadata=metadata)
+
+    def verify(self, keys: Sequence[PageKey]) -> Sequence[KvPoolError | bool]:
+        """As the engine: pages that fail are dropped."""
+        answers: list[KvPoolError | bool] = []
+        for page_key in keys:
+            page, _ = self._gateway.pages.get(page_key, (None, None))
+            fault = verify(page, page_key) if page is not None else None
+            if fault is not None:
+                del self._gateway.pages[page_key]
+            answers.append(PageCorrupt(str(fault)) if fault is not None else page is not None)
+        return answers
 
     def release(self, grants: Sequence[ReadGrant]) -> None:
         for grant in grants:

@@ -22,7 +22,7 @@ from tests.grpc.bulk_gateway import MemoryGateway, bulk_server, sealed_page
 from tests.grpc.test_bulk_reads import begun, drained, fill, read, read_request
 from tests.grpc.test_bulk_writes import frames_of, requests
 
-FAR_S = 9 * 365 * 86400.0  # a deadline that nobody lives to see
+FAR_S = 9 * 365 * 86400.0  # a deadline in the far future
 IDLE = BulkLimits(idle_timeout_s=0.2, stream_cap_s=60)
 
 

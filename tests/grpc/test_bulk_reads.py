@@ -223,3 +223,23 @@ def test_a_stream_without_deadline_is_ended_by_the_cap(gateway: MemoryGateway) -
         eventually_sync(lambda: drained(gateway))
         with pytest.raises(grpc.RpcError):
             list(call)
+
+
+def test_pages_that_came_corrupt_are_verified_by_their_source(
+    gateway: MemoryGateway, endpoint: str, channel: grpc.Channel
+) -> None:
+    for number in range(5):
+        gateway.store(number, 1000)
+    gateway.pages[key(1)][0][500] ^= 1
+    stub = pb_grpc.PageTransferServiceStub(channel)
+    frames = list(stub.ReadPages(read_request(6, verify=True), timeout=60))
+    assert [frame.outcome for frame in frames] == [
+        pb.OUTCOME_MISS if number in (1, 5) else pb.OUTCOME_HIT for number in range(6)
+    ]
+    assert frames[1].error.reason == PageCorrupt.reason and not any(frame.data for frame in frames)
+    assert sorted(gateway.pages) == [key(number) for number in (0, 2, 3, 4)]
+    gateway.pages[key(2)][0][500] ^= 1
+    client = PageTransferClient(endpoint)
+    client.verify_pages(KEYSPACES, [key(2), key(3)], timeout_s=60)
+    client.close()
+    assert sorted(gateway.pages) == [key(number) for number in (0, 3, 4)]

@@ -17,7 +17,7 @@ from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, NotServed, Overloaded
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_evict import EvictTarget
+from kvpool_pagestore.engine.removal import EvictTarget
 from tests.fixtures.agent import CLIENT, Agent, EngineProcess, World, prompt, run_load, run_store, running_agent
 from tests.fixtures.pagestore import TENANT, new_world
 from tests.fixtures.pagestore_server import Served, served

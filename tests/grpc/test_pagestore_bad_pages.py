@@ -31,7 +31,7 @@ GOOD = page_key(100)
 
 
 def frame(index: int, page: bytes, *, key: bytes = b"", page_bytes: int = 0) -> pb.PageFrame:
-    """A page in one frame, under its own key and length unless told otherwise."""
+    """A page in one frame, under its own key and length unless a field says otherwise."""
     return pb.PageFrame(
         item_index=index,
         key=key or page_key(index).pack(),
@@ -61,7 +61,7 @@ def damaged(number: int, at: int) -> bytes:
 
 def cases() -> list[tuple[pb.PageFrame, str]]:
     """Frames of pages 0, 1, ... and why each is refused; the last one is good."""
-    theirs = keyspace_id(encode_keyspace("somebody else", SPEC))
+    theirs = keyspace_id(encode_keyspace("another tenant", SPEC))
     whole = sealed_page(page_key(0))
     outside = GRID.shard_count
     return [

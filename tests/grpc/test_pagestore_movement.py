@@ -86,10 +86,10 @@ async def transfer_to(node: Served) -> AsyncIterator[PageTransferClient]:
 async def test_a_durable_write_is_answered_when_the_page_is_on_disk_whatever_its_keyspace_wants() -> None:
     with new_world() as world:
         async with served(world, linger_ms=10_000) as node, transfer_to(node) as client:
-            told = VersionedPolicy(
+            reported = VersionedPolicy(
                 keyspace=KEYSPACE, policy=KeyspacePolicy(write_policy=WritePolicy.STAGING_ONLY), version=1
             )
-            node.running.engine.policies._book.take(told)
+            node.running.engine.policies._book.take(reported)
             answers = await asyncio.to_thread(push, client, list(range(20)))
             assert answers == [(Admission.RESERVED, None)] * 20
             assert node.running.engine.gauges().disk_pages == 20

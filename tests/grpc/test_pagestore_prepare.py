@@ -1,4 +1,4 @@
-"""Memory that is in place before it is needed, and pages that nobody sums before they leave, over gRPC."""
+"""Memory that is in place before it is needed, and pages that are not summed before they leave, over gRPC."""
 
 from __future__ import annotations
 

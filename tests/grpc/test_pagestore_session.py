@@ -106,7 +106,7 @@ async def test_sums_are_checked_at_commit() -> None:
 
 
 async def test_a_session_of_another_incarnation_or_tenant_is_not_opened() -> None:
-    theirs = keyspace_id(encode_keyspace("somebody else", SPEC))
+    theirs = keyspace_id(encode_keyspace("another tenant", SPEC))
     with new_world() as world:
         async with served(world) as store:
             with pytest.raises(StaleIncarnation):

@@ -17,7 +17,7 @@ from kvpool.testing import eventually
 from kvpool.testing.page_store import MemoryPageStore
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert import item_error_from_proto
-from kvpool_pagestore.ports import StoredPages
+from kvpool_pagestore.core.stored_pages import StoredPages
 from tests.fixtures.pagestore import PAGE_BYTES, TENANT, metadata, new_world, page_key
 from tests.fixtures.pagestore_server import Served, served
 from tests.fixtures.patience import PATIENCE_S

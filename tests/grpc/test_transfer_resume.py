@@ -11,14 +11,22 @@ import grpc
 
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.cancel import CancelToken
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, StaleIncarnation
+from kvpool.core.cluster import RemoteSource
+from kvpool.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KvPoolError,
+    ServiceUnavailable,
+    StaleIncarnation,
+    Stopped,
+)
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.frames import BulkFrame
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
 from kvpool_pagestore.bulk_servicer import PageTransferServicer, WriteMessage
-from kvpool_pagestore.ports import PullItem, RemoteSource
+from kvpool_pagestore.ports import PullItem
 from kvpool_server.interceptors.errors import SyncErrors
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import BulkServer
@@ -145,6 +153,28 @@ def test_a_server_that_hangs_costs_the_deadline_and_no_more() -> None:
         _, reports = read(client, [10], timeout_s=0.2)
         hang.set()
     assert isinstance(reports[0][1], DeadlineExceeded)
+
+
+def test_a_write_to_a_server_that_hangs_ends_when_it_is_stopped() -> None:
+    gateway, hang, stop = MemoryGateway(), threading.Event(), CancelToken()
+    page = sealed_page(0, 150_000)
+    reports: list[KvPoolError | None] = []
+
+    class Hanging(PageTransferServicer):
+        def WritePages(
+            self, requests: Iterator[WriteMessage], context: grpc.ServicerContext
+        ) -> Iterator[pb.WritePagesResponse]:
+            stop.stop()
+            hang.wait(60)
+            yield from ()
+
+    with serving(Hanging(gateway, lambda: "tenant")) as endpoint, closing_client(endpoint) as client:
+        items = [PageToWrite(key=key(number), page=memoryview(page), metadata=METADATA) for number in range(2)]
+        client.write_pages(
+            KEYSPACES, items, lambda index, admission, error: reports.append(error), timeout_s=3600, stop=stop
+        )
+        hang.set()
+    assert [type(error) for error in reports] == [Stopped, Stopped]
 
 
 def test_a_closed_client_reports_and_does_not_connect() -> None:

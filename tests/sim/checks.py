@@ -9,7 +9,7 @@ from functools import partial
 
 from kvpool.core.outcome import Tier
 from kvpool_index.core.entries import TIERS, decode_value
-from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.engine.store import PageStoreEngine
 from tests.sim.client_parts import check_bound
 from tests.sim.clients import ClientNode
 from tests.sim.loop import Violation

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
-from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPages
+from kvpool_pagestore.core.stored_pages import StoredPages
+from kvpool_pagestore.ports import OnDurable, PageWrite
 
 _Pages = dict[PageKey, tuple[bytes, PageMetadata]]
 

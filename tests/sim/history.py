@@ -19,8 +19,8 @@ from unittest import mock
 import kvpool.client.channel
 import kvpool.client.pagestore
 import kvpool.client.retry
-import kvpool_pagestore.engine_replication
-import kvpool_pagestore.engine_sessions
+import kvpool_pagestore.engine.replication
+import kvpool_pagestore.engine.sessions
 import kvpool_server.node.reconciler
 from kvpool.core import location_digest
 from kvpool.core.errors import KvPoolError
@@ -312,11 +312,11 @@ def _seams(world: World, rng: Random, trace: Callable[[str], None] | None) -> It
         mock.patch.object(kvpool.client.retry, "time", SimpleNamespace(monotonic=world.loop.time)),
         mock.patch.object(kvpool_server.node.reconciler, "time", SimpleNamespace(thread_time=world.loop.time)),
         mock.patch.object(
-            kvpool_pagestore.engine_replication, "random", SimpleNamespace(Random=lambda: Random(rng.random()))
+            kvpool_pagestore.engine.replication, "random", SimpleNamespace(Random=lambda: Random(rng.random()))
         ),
         mock.patch.object(secrets, "token_bytes", rng.randbytes),
         mock.patch.object(secrets, "randbits", rng.getrandbits),
-        mock.patch.object(kvpool_pagestore.engine_sessions, "os", SimpleNamespace(close=_close_fd)),
+        mock.patch.object(kvpool_pagestore.engine.sessions, "os", SimpleNamespace(close=_close_fd)),
     ):
         try:
             yield watcher.found

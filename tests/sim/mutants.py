@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-import kvpool_pagestore.engine_disk_reads
-import kvpool_pagestore.engine_pulls
+import kvpool_pagestore.engine.disk_tier
+import kvpool_pagestore.engine.pulls
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError
 from kvpool_index.adapters.memory import MemoryLocationStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
@@ -23,14 +23,13 @@ from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.sessions import SessionTable
 from kvpool_pagestore.core.slots import Slot
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_commits import Commits
-from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_drain import Drain
-from kvpool_pagestore.engine_flights import Flights
-from kvpool_pagestore.engine_replication import ReplicationManager
-from kvpool_pagestore.engine_sealing import Sealing
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine.commits import Commits, Sealing
+from kvpool_pagestore.engine.disk_tier import DiskTier
+from kvpool_pagestore.engine.drain import Drain
+from kvpool_pagestore.engine.fetch import Flights
+from kvpool_pagestore.engine.replication import ReplicationManager
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.store import PageStoreEngine
 from kvpool_server.session_stream import SessionStream
 
 Mutant = Callable[[], AbstractContextManager[object]]
@@ -43,12 +42,12 @@ def _skip_commit_checksum() -> AbstractContextManager[object]:
 
 def _skip_disk_checksum() -> AbstractContextManager[object]:
     """What the disk gives is served as it is."""
-    return mock.patch.object(kvpool_pagestore.engine_disk_reads, "verify", lambda *args: None)
+    return mock.patch.object(kvpool_pagestore.engine.disk_tier, "verify", lambda *args: None)
 
 
 def _skip_pull_checksum() -> AbstractContextManager[object]:
     """What a peer sends is served as it is."""
-    return mock.patch.object(kvpool_pagestore.engine_pulls, "verify", lambda *args: None)
+    return mock.patch.object(kvpool_pagestore.engine.pulls, "verify", lambda *args: None)
 
 
 def _visible_before_verified() -> AbstractContextManager[object]:

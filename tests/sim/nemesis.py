@@ -12,7 +12,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.errors import KvPoolError
 from kvpool.core.fault_points import POINTS, arm, disarm_all
-from kvpool_pagestore.engine_drain import Drain, DrainState
+from kvpool_pagestore.engine.drain import Drain, DrainState
 from tests.sim.clients import POSITIONS, ClientNode
 from tests.sim.loop import Process, SimKilled, current_process
 from tests.sim.nodes import IndexNode, World

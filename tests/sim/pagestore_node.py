@@ -16,14 +16,13 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2_grpc
 from kvpool_pagestore import main as pagestore_main
-from kvpool_pagestore.adapters.index_link import NodeIndexLink
-from kvpool_pagestore.adapters.placement import IndexPlacement
+from kvpool_pagestore.adapters.index_link import IndexPlacement, NodeIndexLink
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.events import DiskChanged, PageEvent
 from kvpool_pagestore.core.slots import PageRecord, Slot
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine.parts import EngineParts, EngineWorkers
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.store import PageStoreEngine
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.servicer.control import PageStoreServicer
 from kvpool_pagestore.servicer.session import SessionLimits

@@ -12,9 +12,10 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_pages import ReserveItem, WantedPage
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine.fetch import PageRequest
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.store import PageStoreEngine
 from tests.sim.loop import Process, current_process
 from tests.sim.nodes import World
 from tests.sim.pages import SPEC, TENANT_OF, true_page
@@ -77,6 +78,20 @@ class SimPeers:
         for index in unsettled:
             on_page(index, broken or ServiceUnavailable("the pull was stopped"), False)
 
+    def verify(self, source: RemoteSource, spec: KeyspaceSpec, keys: Sequence[PageKey], deadline_s: float) -> None:
+        """One answer for all of them."""
+        loop = self._world.loop
+        answers: asyncio.Queue[tuple[int, KvPoolError | None, bytes | None, bool]] = asyncio.Queue()
+
+        def serve(engine: PageStoreEngine, send: _Send) -> Coroutine[Any, Any, None]:
+            return _serve_verify(engine, source, keys, send)
+
+        if serving := self._begin(source, answers, current_process(), serve):
+            try:
+                wait_for(loop, _next(answers, deadline_s))
+            finally:
+                serving()
+
     def push(
         self,
         target: RemoteSource,
@@ -86,6 +101,7 @@ class SimPeers:
         *,
         require_durable: bool,
         on_page: Callable[[int, KvPoolError | None], None],
+        stop: Any,
     ) -> None:
         """Page by page and half by half, as `pull`; bytes are taken from the slots while they travel."""
         loop, world = self._world.loop, self._world
@@ -102,8 +118,9 @@ class SimPeers:
         unsettled = set(range(len(items)))
         ends_at_s = loop.time() + deadline_s
         broken: KvPoolError | None = None if serving else ServiceUnavailable("nobody listens there")
+        stop.on_cancel(lambda: loop.call_soon_threadsafe(answers.put_nowait, (-1, None, None, False)))
         try:
-            while unsettled and broken is None:
+            while unsettled and broken is None and not stop.cancelled:
                 index, error, _, _ = wait_for(loop, _next(answers, ends_at_s - loop.time()))
                 if index < 0:
                     broken = error
@@ -179,6 +196,20 @@ async def _next(answers: asyncio.Queue[Any], timeout_s: float) -> Any:
         return -1, DeadlineExceeded("the pull took too long"), None, False
 
 
+async def _serve_verify(engine: PageStoreEngine, source: RemoteSource, keys: Sequence[PageKey], send: _Send) -> None:
+    try:
+        engine.check_incarnation(source.incarnation)
+        peer = engine.sessions.open_internal(TENANT_OF[keys[0].keyspace], [(keys[0].keyspace, SPEC)])
+    except KvPoolError as error:
+        send(-1, error, None, False)
+        return
+    try:
+        await engine.pages.verify(peer, keys)
+        send(0, None, None, False)
+    finally:
+        engine.sessions.close(peer)
+
+
 async def _serve_pull(
     world: World,
     engine: PageStoreEngine,
@@ -205,7 +236,7 @@ async def _serve_pull(
                     if not settled.done():
                         settled.set_result(one)
 
-            engine.pages.acquire(peer, [WantedPage(key=key)], wait_s=deadline_s, on_acquired=on_acquired)
+            engine.pages.acquire(peer, [PageRequest(key=key)], wait_s=deadline_s, on_acquired=on_acquired)
             one = await settled
             if world.loop.trace is not None:
                 world.loop.trace(f"{current_process()} serves {key}: {one.error or bool(one.grant)}")
@@ -262,7 +293,7 @@ async def _put(
     metadata: PageMetadata,
     durable: bool,
 ) -> KvPoolError | None:
-    item = ReserveItem(key=key, page_bytes=len(page), metadata=metadata)
+    item = PageRecord(key=key, page_bytes=len(page), metadata=metadata)
     (answer,) = await engine.pages.reserve(peer, [item])
     if isinstance(answer, Grant):
         view, half = engine.pages.view(answer), len(page) // 2

@@ -1,4 +1,4 @@
-"""What any eviction policy may do, told by a naive model: sets and walks over them."""
+"""What any eviction policy may do, as a naive model: sets and walks over them."""
 
 from __future__ import annotations
 

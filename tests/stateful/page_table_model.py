@@ -81,7 +81,7 @@ class PageTableModel(RuleBasedStateMachine):
     # What the model knows
 
     def held(self) -> list[Held]:
-        """Everything whose bytes somebody may touch."""
+        """All slots whose bytes a peer or the owner may touch."""
         leases = [held for peer in self.peers for held in peer.held()]
         return [*leases, *self.committing, *self.filling.values(), *self.pinned]
 
@@ -96,7 +96,7 @@ class PageTableModel(RuleBasedStateMachine):
         return sum(SIZES[held.key.shard] for held in in_writing) + dirty
 
     def absorb_evictions(self) -> None:
-        """Pages may leave staging unasked only if nobody holds them and they are clean."""
+        """Pages may leave staging unasked only if they are clean and not held."""
         for key, present in self.events:
             assert not present, f"{key} appeared unasked"
             assert not self.visible.pop(key), f"dirty {key} was thrown out"

@@ -1,11 +1,11 @@
-"""The quota book against a naive model: a list of everything that was ever taken, summed up anew each time."""
+"""The quota book against a naive model: a list of everything that was ever taken, summed again each time."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvpool_pagestore.core.quota import QuotaBook, TenantQuotas
+from kvpool_pagestore.core.admission import QuotaBook, TenantQuotas
 
 OWNERS = {b"a1": "a", b"a2": "a", b"b1": "b", b"c1": "c"}
 TENANT_LIMITS = {"a": 50, "b": 30, "c": 0}

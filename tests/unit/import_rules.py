@@ -110,7 +110,7 @@ SERVICE_RULES: dict[str, Rule] = {
     "{X}.bulk_*": SERVICER,  # the page streams, off the event loop
     "{X}.main": WIRING,
     "{X}.main_*": WIRING,  # parts of it
-    "{X}.*": ENGINE,  # `engine`: a package, or modules whose names begin so
+    "{X}.*": ENGINE,  # `engine`, a module or a package
     # The agent's session stream and its messages are the larger part of its servicer.
     "kvpool_gpuagent.stream": SERVICER,
     "kvpool_gpuagent.messages": SERVICER,

@@ -18,6 +18,7 @@ import grpc
 
 from kvpool.core.addresses import peer_host
 from kvpool.core.errors import InvalidRequest, KvPoolError, Overloaded, ServiceUnavailable
+from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert import convert_items, item_error_to_proto, page_key_from_proto, page_metadata_to_proto
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
@@ -171,6 +172,9 @@ class PageTransferServicer:
         ):
             for start in range(0, len(keys), self._limits.window_pages):
                 window = keys[start : start + self._limits.window_pages]
+                if request.verify:
+                    yield from _verdicts(session, start, window, watch)
+                    continue
                 granted = session.acquire(window, self._acquire_timeout_s(context))
                 yield from _window_frames(session, start, granted, frame_bytes, watch)
 
@@ -247,6 +251,15 @@ def _frame_bytes(asked: int) -> int:
     if not MIN_FRAME_BYTES <= asked <= MAX_FRAME_BYTES:
         raise InvalidRequest(f"frame_bytes must be 0 or {MIN_FRAME_BYTES} to {MAX_FRAME_BYTES}, got {asked}")
     return asked
+
+
+def _verdicts(session: BulkSession, start: int, keys: Sequence[PageKey], watch: StreamWatch) -> Iterator[BulkFrame]:
+    """Verify pages instead of sending them."""
+    for index, answer in enumerate(session.verify(keys), start):
+        watch.moved()
+        error = item_error_to_proto(answer) if isinstance(answer, KvPoolError) else None
+        outcome = pb.OUTCOME_HIT if answer is True else pb.OUTCOME_MISS
+        yield BulkFrame(pb.PageFrame(item_index=index, outcome=outcome, error=error))
 
 
 def _window_frames(

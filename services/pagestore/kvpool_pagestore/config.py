@@ -9,7 +9,7 @@ from typing import Annotated
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import StagingMode, WritePolicy, check_combination, option_of
 from kvpool.core.sizing import DEFAULT_SEGMENT_BYTES, prepared_segment_bytes
-from kvpool_pagestore.core.quota import TenantQuotas
+from kvpool_pagestore.core.admission import TenantQuotas
 from kvpool_server.tls import TlsSettings
 
 PROMOTION_SHARE = 8  # one part in this many of the arena is never given to writers
@@ -88,13 +88,15 @@ class PageStoreConfig(TlsSettings):
     quarantine_grace_ms: Annotated[int, "wait after a peer's process is gone before its slots are reused"] = 1000
     quarantine_poll_ms: Annotated[int, "how often it is looked whether a peer is gone, while one is missing"] = 200
     pull_timeout_ms: Annotated[int, "deadline of one pull from another node"] = 20_000
-    pull_stall_ms: Annotated[int, "a pull that brings no page for so long is given up"] = 3_000
+    pull_stall_ms: Annotated[int, "a pull that brings no page, or a push without answer, for so long is given up"] = (
+        3_000
+    )
     push_threads: Annotated[int, "pages sent to other nodes by so many streams at once"] = 2
     push_timeout_ms: Annotated[int, "deadline of 16 pages sent to another node"] = 30_000
     replication_factor: Annotated[int, "nodes that hold each page; a keyspace's own counts"] = 1
     replica_queue_chunks: Annotated[int, "chunks that may wait to be copied; more are left to the next sweep"] = 65_536
     replica_linger_ms: Annotated[int, "a stored page waits this long for others of its chain to go with it"] = 100
-    sweep_interval_ms: Annotated[int, "about how often lost copies and new nodes are looked for"] = 60_000
+    sweep_interval_ms: Annotated[int, "about how often this node searches for lost copies and new nodes"] = 60_000
     hot_uses_per_minute: Annotated[int, "chunks read so often here get copies on more nodes; 0: none does"] = 600
     hot_copies: Annotated[int, "copies of a hot chunk in all, at least"] = 3
     rebalance_bytes_per_s: Annotated[int, "rate at which all others fill a node that joins; 0: not"] = 0

@@ -9,16 +9,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_acquire import Acquired
-from kvpool_pagestore.engine_pages import ReserveItem, WantedPage
-from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.ports import PageMetadata
+from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine.fetch import Acquired, PageRequest
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.store import PageStoreEngine
 from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class _Put:
     """A whole page on its way in."""
 
-    item: ReserveItem
+    item: PageRecord
     page: memoryview
     done: Future[int | KvPoolError] = field(default_factory=Future)
 
@@ -71,6 +71,9 @@ class EngineBulkSession:
     def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
         return _on_loop(self._loop, self._acquire(keys, timeout_s))
 
+    def verify(self, keys: Sequence[PageKey]) -> Sequence[KvPoolError | bool]:
+        return _on_loop(self._loop, self._engine.pages.verify(self._peer, keys))
+
     def release(self, grants: Sequence[ReadGrant]) -> None:
         lease_ids = [grant.lease_id for grant in grants]
 
@@ -81,7 +84,7 @@ class EngineBulkSession:
 
     def reserve(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> WriteGrant | int | KvPoolError:
         async def reserve() -> WriteGrant | int | KvPoolError:
-            item = ReserveItem(key=key, page_bytes=page_bytes, metadata=metadata)
+            item = PageRecord(key=key, page_bytes=page_bytes, metadata=metadata)
             (answer,) = await self._engine.pages.reserve(self._peer, [item])
             if isinstance(answer, Grant):
                 return WriteGrant(lease_id=answer.lease_id, page=self._engine.pages.view(answer))
@@ -94,7 +97,7 @@ class EngineBulkSession:
         return _on_loop(self._loop, reserve())
 
     def put(self, key: PageKey, page: memoryview, metadata: PageMetadata) -> Future[int | KvPoolError]:
-        put = _Put(ReserveItem(key=key, page_bytes=len(page), metadata=metadata), page)
+        put = _Put(PageRecord(key=key, page_bytes=len(page), metadata=metadata), page)
         self._put.append(put)
         if not self._puts_awaited:  # else `_put_all` takes this one too: it clears the flag before it looks
             self._puts_awaited = True
@@ -171,7 +174,7 @@ class EngineBulkSession:
             if final:
                 settled.set_result(None)
 
-        wanted = [WantedPage(key=key) for key in keys]
+        wanted = [PageRequest(key=key) for key in keys]
         self._engine.pages.acquire(self._peer, wanted, wait_s=timeout_s, on_acquired=on_acquired)
         await settled
         return answers

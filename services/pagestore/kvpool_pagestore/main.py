@@ -20,14 +20,13 @@ from kvpool.core.errors import StartupFailed, StoreFault
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.adapters.arena import MemfdArena
 from kvpool_pagestore.adapters.data_directory import DataDirectory
-from kvpool_pagestore.adapters.index_link import NodeIndexLink, NoIndex, Registrant
+from kvpool_pagestore.adapters.index_link import IndexPlacement, NodeIndexLink, NoIndex, Registrant
 from kvpool_pagestore.adapters.page_store import largest_batch_bytes, live_page_bytes, open_disk_tier
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
-from kvpool_pagestore.adapters.placement import IndexPlacement
 from kvpool_pagestore.config import PageStoreConfig
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
-from kvpool_pagestore.engine_pulls import QUIET_STREAMS_MAX
+from kvpool_pagestore.engine.parts import EngineParts, EngineWorkers
+from kvpool_pagestore.engine.pulls import QUIET_STREAMS_MAX
+from kvpool_pagestore.engine.store import PageStoreEngine
 from kvpool_pagestore.main_servers import PageStoreServers, parse_address
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import IndexLink, NoPlacement, PageStore
@@ -106,7 +105,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     loop = asyncio.get_running_loop()
     metrics.watch(lambda: engine.read_gauges(loop))
     if isinstance(index, NodeIndexLink):
-        metrics.watch_reconciliation(index.reconcile_figures)
+        metrics.watch_reconciliation(index.reconciler)
     await servers.start()
     engine.replication.start()
     engine.drain.start()
@@ -207,21 +206,21 @@ async def _adopt_incarnation(
     last_incarnation: int,
     stop: Stop,
 ) -> None:
-    """Register, and serve under what the index grants; without its word, under what is higher than all before."""
+    """Register, and serve under what the index grants; without an answer, under what is higher than all before."""
     incarnation = 0
     if isinstance(parts.index, NodeIndexLink):
         registrant = Registrant(
             node=node,
             last_incarnation=last_incarnation,
             load=engine.load_figures,
-            truth=engine.truth,
+            truth=engine.inventory,
             on_superseded=stop.fail,
             on_policy_version=engine.policies.version_seen,
             adopt=engine.adopt_incarnation,
         )
         incarnation = await parts.index.register(registrant, config.index_start_wait_ms / 1e3)
     # Readers elsewhere learn incarnations from the index alone, so a local one that the index never saw fences nothing
-    # it should not; it is on disk before anybody hears of it, and what the index grants later is higher.
+    # it should not; it is on disk before it is published, and what the index grants later is higher.
     if not incarnation:
         await engine.adopt_incarnation(max(last_incarnation, parts.clock.wall_us()) + 1)
 

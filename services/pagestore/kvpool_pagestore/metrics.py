@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-
-from kvpool_pagestore.core.reconciliation import ReconcileFigures
 
 _REQUEST_BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0, 2.5, 10.0, 30.0)
 _LAG_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -84,6 +83,17 @@ class _GaugeCollector(Collector):
             yield GaugeMetricFamily(f"kvpool_pagestore_{name}", text)
 
 
+class ReconcileFigures(Protocol):
+    """How the comparison of this node with the index goes."""
+
+    last_round_s: float
+    round_count: int
+    replaced_count: int
+
+    @property
+    def age_s(self) -> float: ...
+
+
 class _ReconcileCollector(Collector):
     """Asks when it is scraped; nothing before the node has an index."""
 
@@ -101,8 +111,8 @@ class _ReconcileCollector(Collector):
         yield GaugeMetricFamily(f"{prefix}_round_seconds", text, value=figures.last_round_s)
         text = "Complete comparisons with the index."
         yield CounterMetricFamily(f"{prefix}_rounds", text, value=figures.round_count)
-        text = "Bucket ranges that were told as a whole because they differed."
-        yield CounterMetricFamily(f"{prefix}_ranges", text, value=figures.replaced_ranges)
+        text = "Bucket ranges that were announced as a whole because they differed."
+        yield CounterMetricFamily(f"{prefix}_ranges", text, value=figures.replaced_count)
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Nothing, so that registering does not ask."""
@@ -219,5 +229,5 @@ class PageStoreMetrics:
         self._registry.register(_GaugeCollector(read))
 
     def watch_reconciliation(self, read: Callable[[], ReconcileFigures | None]) -> None:
-        """Have these read at each scrape, too; None while there is nothing to tell."""
+        """Have these read at each scrape, too; None while there is nothing to report."""
         self._registry.register(_ReconcileCollector(read))

@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
-# Plain values of the whole code base, named here too so that adapters find all they need in one place.
 from kvpool.core.cancel import CancelToken
-from kvpool.core.cluster import LiveNode, NodeInfo
-from kvpool.core.cluster import LocationChange as LocationChange
-from kvpool.core.cluster import PageMetadata as PageMetadata
-from kvpool.core.cluster import RemoteSource as RemoteSource
+from kvpool.core.cluster import LiveNode, LocationChange, NodeInfo, PageMetadata, RemoteSource
 from kvpool.core.errors import DrainBlocked, KvPoolError
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.page import PageKey
 from kvpool.core.policy import VersionedPolicy
 from kvpool_pagestore.core.replication import HeldChunk, Holder
-from kvpool_pagestore.core.stored_pages import StoredPages as StoredPages
+from kvpool_pagestore.core.stored_pages import StoredPages
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,7 +34,7 @@ class Workers(Protocol):
 
 
 class SessionLocks(Protocol):
-    """Locked files that tell whether a peer process is gone; kvpool_server.flock is one."""
+    """Locked files that show whether a peer process is gone; kvpool_server.flock is one."""
 
     def create_session_file(self, directory: Path, session_id: str) -> int: ...
 
@@ -71,7 +67,7 @@ class Arena(Protocol):
     def descriptor(self, segment_id: int, session_id: bytes) -> int:
         """The segment's descriptor, owned by the arena: duplicate it to pass it on. Does not block.
 
-        From the first call on, the session's peer may map the segment: a process that follows this one is told of it
+        From the first call on, the session's peer may map the segment: a process that follows this one learns of it
         until the session is forgotten. Raises KeyError; ArenaFull when that cannot be recorded.
         """
         ...
@@ -95,7 +91,7 @@ class Arena(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWrite:
-    """One page to make durable. `page` views the arena slot (header, payload, sums), held until put_batch returns."""
+    """One sealed page to make durable, or to send to another node. `page` views its bytes, until the call returns."""
 
     key: PageKey
     page: memoryview
@@ -103,10 +99,10 @@ class PageWrite:
 
 
 OnDurable = Callable[[PageKey, KvPoolError | None], None]
-"""Told how one page fared: None once it is durable, else why it is not.
+"""Called with the result of one page: None once it is durable, else why it is not.
 
-Called exactly once for each item of a batch, from the writing thread, before `put_batch` returns. It speaks of that one
-page, not of the batch: pages of a batch may fare differently, and a key that is named twice is told twice. None means
+Called exactly once for each item of a batch, from the writing thread, before `put_batch` returns. Results of pages of a
+batch may differ, and a key that is named twice is reported twice. None means
 that the sync which covers the page's bytes and its record has returned: a process killed in the callback has the page
 after its restart. A failure means that this write left nothing that a reader could find; an older copy of the page, if
 there was one, may be gone or still be there.
@@ -150,12 +146,12 @@ class PageStore(Protocol):
     def get_into(self, key: PageKey, destination: memoryview) -> int | None:
         """Read a page into `destination`; its bytes, or None if absent. Not verified here: the engine verifies.
 
-        Raises PageCorrupt when the store itself can tell that this page is damaged: drop the page, the tier is well.
+        Raises PageCorrupt when the store itself finds that this page is damaged: drop the page, the tier works.
         """
         ...
 
     def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
-        """Replace what is kept beside pages, durably: it is synced when this returns. Absent pages are ignored."""
+        """Replace the metadata of pages, durably: it is synced when this returns. Absent pages are ignored."""
         ...
 
     def delete_batch(self, keys: Sequence[PageKey]) -> None:
@@ -187,21 +183,12 @@ class PageStore(Protocol):
 class PullItem:
     """One page to pull into a slot of `destination` (exactly the page's bytes).
 
-    on_metadata: told what its owner keeps beside it, before the page is reported and on the same thread.
+    on_metadata: called with the owner's metadata of it, before the page is reported and on the same thread.
     """
 
     key: PageKey
     destination: memoryview
     on_metadata: Callable[[PageMetadata], None] = lambda metadata: None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushItem:
-    """One sealed page to give to another node. `page` views it, and stays valid until the push has returned."""
-
-    key: PageKey
-    page: memoryview
-    metadata: PageMetadata
 
 
 class PeerPages(Protocol):
@@ -224,19 +211,25 @@ class PeerPages(Protocol):
         """
         ...
 
+    def verify(self, source: RemoteSource, spec: KeyspaceSpec, keys: Sequence[PageKey], deadline_s: float) -> None:
+        """Ask a source whose pages of one keyspace fail their sums here to verify its own copies. Never raises."""
+        ...
+
     def push(
         self,
         target: RemoteSource,
         spec: KeyspaceSpec,
-        items: Sequence[PushItem],
+        items: Sequence[PageWrite],
         deadline_s: float,
         *,
         require_durable: bool,
         on_page: Callable[[int, KvPoolError | None], None],
+        stop: CancelToken,
     ) -> None:
         """Give pages of one keyspace to another node. Calls on_page(item index, error) once per item; None: it has it.
 
-        require_durable: it has it on its disk. Never raises: what goes wrong is reported per item.
+        require_durable: it has it on its disk. Never raises: what goes wrong is reported per item. Returns soon after
+        `stop` is stopped; no page is read after the return.
         """
         ...
 
@@ -246,14 +239,14 @@ class PeerPages(Protocol):
 
 
 class IndexLink(Protocol):
-    """The index as the engine sees it: told of changes, never waited for."""
+    """The index as the engine sees it: changes are queued for it, never waited for."""
 
     def announce(self, changes: Sequence[LocationChange]) -> None:
         """Queue changes, in order. Never blocks; changes of one chunk may be merged. Called on the event loop."""
         ...
 
     async def wait_announced(self) -> None:
-        """Return when everything announced before is acknowledged; StoreUnavailable if that cannot be told."""
+        """Return when everything announced before is acknowledged; StoreUnavailable if that is unknown."""
         ...
 
     async def drop_keyspace(self, keyspace: bytes) -> None:

@@ -56,7 +56,11 @@ class BulkSession(Protocol):
     """Leases of one bulk stream."""
 
     def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
-        """Per key: a grant, the error, or None for a plain miss. Own tiers only: never forwarded."""
+        """Return, per key, a grant, the error, or None for a plain miss. Own tiers only: never forwarded."""
+        ...
+
+    def verify(self, keys: Sequence[PageKey]) -> Sequence[KvPoolError | bool]:
+        """Verify pages that a reader received corrupt; drop those that fail. Per key whether it is here and good."""
         ...
 
     def release(self, grants: Sequence[ReadGrant]) -> None:

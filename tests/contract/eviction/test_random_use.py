@@ -25,7 +25,7 @@ class Inside:
 
 
 class Shadow:
-    """What is inside, and what stands above what by the parent that a key was first told with."""
+    """What is inside, and what stands above what by the parent that a key first came with."""
 
     def __init__(self) -> None:
         self.inside: dict[int, Inside] = {}

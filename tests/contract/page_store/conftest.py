@@ -14,7 +14,8 @@ from kvpool.core.errors import StoreFault
 from kvpool.testing.page_store import MemoryPageStore
 from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase
-from kvpool_pagestore.ports import PageStore, StoredPages
+from kvpool_pagestore.core.stored_pages import StoredPages
+from kvpool_pagestore.ports import PageStore
 from tests.contract.page_store.pages import Reopen
 from tests.sim.disk import SimDisk, SimPageStore
 

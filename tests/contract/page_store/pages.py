@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
-from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite
+from kvpool_pagestore.ports import PageStore, PageWrite
 
 Reopen = Callable[[], PageStore]
 

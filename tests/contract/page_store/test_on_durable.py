@@ -15,21 +15,21 @@ from tests.fixtures.stored_pages import stored_pages
 Failing = Callable[[], AbstractContextManager[None]]
 
 
-def test_each_page_is_told_once_from_the_writing_thread_before_the_batch_returns(store: PageStore) -> None:
-    told: list[tuple[PageKey, KvPoolError | None, int]] = []
+def test_each_page_is_reported_once_from_the_writing_thread_before_the_batch_returns(store: PageStore) -> None:
+    reported: list[tuple[PageKey, KvPoolError | None, int]] = []
     pages = [page_write(number, bytes([number]) * 70_000) for number in range(5)]
-    store.put_batch(pages, lambda page_key, error: told.append((page_key, error, threading.get_ident())))
-    assert sorted(told) == [(key(number), None, threading.get_ident()) for number in range(5)]
+    store.put_batch(pages, lambda page_key, error: reported.append((page_key, error, threading.get_ident())))
+    assert sorted(reported) == [(key(number), None, threading.get_ident()) for number in range(5)]
 
 
-def test_whoever_is_told_finds_the_page_at_once(store: PageStore) -> None:
+def test_a_reported_page_is_found_at_once(store: PageStore) -> None:
     found: list[bytes | None] = []
     pages = [page_write(number, bytes([number]) * 5000) for number in range(3)]
     store.put_batch(pages, lambda page_key, error: found.append(get(store, page_key)))
     assert sorted(page or b"" for page in found) == [bytes([number]) * 5000 for number in range(3)]
 
 
-def test_a_failure_is_told_once_for_each_page_and_nothing_is_found(reopen: Reopen, failing_disk: Failing) -> None:
+def test_a_failure_is_reported_once_for_each_page_and_nothing_is_found(reopen: Reopen, failing_disk: Failing) -> None:
     store, durable = reopen(), Durable()
     store.put_batch([page_write(1, b"before" * 1000)], Durable())
     with failing_disk():
@@ -42,7 +42,7 @@ def test_a_failure_is_told_once_for_each_page_and_nothing_is_found(reopen: Reope
         assert [get(current, key(number)) for number in (1, 2, 3)] == [b"before" * 1000, None, None]
 
 
-def test_a_key_named_twice_is_told_twice_and_with_the_same_word(reopen: Reopen, failing_disk: Failing) -> None:
+def test_a_key_named_twice_is_reported_twice_with_the_same_result(reopen: Reopen, failing_disk: Failing) -> None:
     store, durable = reopen(), Durable()
     batch = [page_write(1, b"first"), page_write(2, b"other"), page_write(1, b"last")]
     with failing_disk():
@@ -54,7 +54,7 @@ def test_a_key_named_twice_is_told_twice_and_with_the_same_word(reopen: Reopen, 
     assert get(store, key(1)) == b"last"
 
 
-def test_the_next_write_is_told_for_itself(reopen: Reopen, failing_disk: Failing) -> None:
+def test_the_next_write_is_reported_on_its_own(reopen: Reopen, failing_disk: Failing) -> None:
     """A failure must not stick to the store: what the next sync covers is durable."""
     store, durable = reopen(), Durable()
     with failing_disk():

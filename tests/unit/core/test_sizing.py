@@ -9,7 +9,7 @@ from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.page import page_bytes
 from kvpool.core.payload import ShardPayload
 from kvpool.core.sizing import KeyspaceSize
-from kvpool_pagestore.core.disk_budget import ExtentBudget, charged_bytes
+from kvpool_pagestore.core.extents import ExtentBudget, charged_bytes
 from kvpool_pagestore.core.slots import slot_bytes_for
 
 MODELS = {

@@ -40,6 +40,7 @@ class ScriptedPeer:
     def __init__(self, read: Read = lambda key: False) -> None:
         self.read = read
         self.asked: list[PageKey] = []
+        self.verified: list[PageKey] = []
         self.spoil: Callable[[PageKey, memoryview], None] = lambda key, page: None
         self.written: list[PageToWrite] = []
         self.pages: list[bytes] = []
@@ -62,6 +63,9 @@ class ScriptedPeer:
                     fill_page(item.destination, item.key)
                     self.spoil(item.key, item.destination)
                 on_page(number, None, answer)
+
+    def verify_pages(self, keyspaces: Any, keys: Sequence[PageKey], **_: Any) -> None:
+        self.verified += keys
 
     def write_pages(self, keyspaces: Any, items: Sequence[PageToWrite], on_page: Any, **_: Any) -> None:
         for number, item in enumerate(items):
@@ -213,6 +217,7 @@ async def test_a_page_that_fails_its_check_is_asked_of_the_next_source_and_repor
     bench.first.spoil = lambda page_key, page: spoil(page_key, page) if page_key == key(2) else None
     assert await bench.acquire([1, 2]) == {1: LoadSource.REMOTE, 2: LoadSource.REMOTE}
     assert bench.second.asked == [key(2)]
+    assert bench.first.verified == [key(2)] and not bench.second.verified
     await eventually(lambda: len(bench.index.stale) == 2)
     assert {(one.location.node_id[0], one.chunk_hash) for one in bench.index.stale} == {(1, key(2).chunk_hash)}
 

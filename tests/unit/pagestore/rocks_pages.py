@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.page_store import RocksPageStore
-from kvpool_pagestore.ports import PageMetadata, PageWrite
+from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.stored_pages import stored_pages
 
 PAGE_BYTES = 200_000

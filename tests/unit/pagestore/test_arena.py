@@ -217,7 +217,7 @@ def test_a_peer_gets_no_segment_that_cannot_be_recorded(directory: Path, monkeyp
     arena.close(remove=True)
 
 
-def test_a_segment_that_somebody_still_looks_at_is_destroyed_all_the_same(directory: Path) -> None:
+def test_a_segment_with_open_views_is_destroyed_all_the_same(directory: Path) -> None:
     arena = opened(directory)
     arena.create_segment(1, MIB)
     view = arena.view(1, 0, 16)
@@ -290,7 +290,7 @@ def test_huge_pages_are_asked_for_where_the_system_gives_them(
     assert not arena_module._huge_pages_may_be_asked_for()
 
 
-def test_the_memory_of_an_arena_that_ends_is_given_back_at_once_whoever_still_looks(directory: Path) -> None:
+def test_the_memory_of_an_arena_that_ends_is_freed_at_once_despite_open_views(directory: Path) -> None:
     arena = opened(directory)
     for segment_id in range(3):
         assert arena.prepare_segment(segment_id, MIB, lambda: True)

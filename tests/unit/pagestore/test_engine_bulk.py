@@ -120,7 +120,7 @@ def test_what_exists_is_made_durable_where_that_is_wanted() -> None:
     world.loop.stop()
 
 
-def test_nobody_waits_for_a_session_that_has_ended(world: World) -> None:
+def test_no_caller_waits_for_a_session_that_has_ended(world: World) -> None:
     world.pages.gone = True
     puts = [world.session.put(key(number), memoryview(b"x"), METADATA) for number in range(3)]
     for put in puts:

@@ -12,11 +12,11 @@ import pytest
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool_pagestore import engine_clear, engine_disk, engine_locations
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.page_table import PageTable
-from kvpool_pagestore.engine_pages import WantedPage
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine import disk_tier, inventory, removal
+from kvpool_pagestore.engine.fetch import PageRequest
+from kvpool_pagestore.engine.sessions import PeerSession
 from tests.fixtures.pagestore import TENANT, Running, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire, open_session, store
 from tests.fixtures.patience import PATIENCE_S
@@ -46,7 +46,7 @@ async def on_disk_alone(world: World, number: int) -> None:
 
 
 async def is_there(running: Running, peer: PeerSession, number: int) -> bool:
-    (answer,) = await acquire(running, peer, [WantedPage(key=page_key(number))])
+    (answer,) = await acquire(running, peer, [PageRequest(key=page_key(number))])
     if answer.grant is not None:
         running.engine.pages.release(peer, [answer.grant.lease_id])
     return answer.grant is not None
@@ -95,9 +95,9 @@ async def test_a_page_stored_while_one_of_two_clears_still_runs_is_known_if_it_i
 
 
 async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_disk, "_CLEARED_CHUNKS", 4)
-    monkeypatch.setattr(engine_clear, "_PAGES_A_TURN", 4)
-    monkeypatch.setattr(engine_locations, "_NAMES_A_PART", 4)
+    monkeypatch.setattr(disk_tier, "_CLEARED_CHUNKS", 4)
+    monkeypatch.setattr(removal, "_PAGES_A_TURN", 4)
+    monkeypatch.setattr(inventory, "_NAMES_A_PART", 4)
     with new_world() as world:
         async with running_engine(world) as running:
             engine, peer = running.engine, await open_session(running)

@@ -12,7 +12,7 @@ from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_flights import Source
+from kvpool_pagestore.engine.fetch import Source
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
@@ -49,7 +49,7 @@ async def test_committed_pages_become_durable_and_survive_a_restart() -> None:
                 assert one.grant is not None
                 assert running.engine.pages.view(one.grant) == sealed_page(page_key(number))
                 assert one.grant.slot.page.metadata.chunk_index == number
-            # Promoted pages are clean, and are told of.
+            # Promoted pages are clean, and announced.
             assert running.engine.gauges().arena_dirty_bytes == 0
             await eventually(lambda: world.index.shards(7, Tier.STAGING) == 1)
             assert await running.engine.pages.reserve(peer, [reserve_item(7)]) == [Admission.EXISTS]
@@ -211,9 +211,9 @@ async def test_another_tenant_clears_and_flushes_nothing_of_ours() -> None:
         async with running_engine(world) as running:
             peer = await open_session(running)
             await store(running, peer, [1])
-            assert await running.engine.clear("somebody else", b"") == 0
-            assert await running.engine.clear("somebody else", KEYSPACE) == 0
-            assert await running.engine.flush("somebody else", KEYSPACE) == (0, 0)
+            assert await running.engine.clear("another tenant", b"") == 0
+            assert await running.engine.clear("another tenant", KEYSPACE) == 0
+            assert await running.engine.flush("another tenant", KEYSPACE) == (0, 0)
             assert (await acquire_one(running, peer, wanted(1))).grant is not None
 
 

@@ -9,8 +9,8 @@ import pytest
 from kvpool.core.errors import KvPoolError, StoreFault
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_disk_health import DiskState
-from kvpool_pagestore.engine_flights import Source
+from kvpool_pagestore.engine.disk_upkeep import DiskState
+from kvpool_pagestore.engine.fetch import Source
 from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.pagestore import TENANT, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
@@ -65,8 +65,8 @@ async def test_a_full_disk_does_not_flood_the_log(
             for number in range(30):
                 await store(running, peer, [number])
             await eventually(lambda: running.metric("written_pages_total", outcome="failed") >= 30)
-            told = [text for text in caplog.messages if "not durable yet" in text]
-            assert len(told) == 1 and "no space left" in told[0]
+            reported = [text for text in caplog.messages if "not durable yet" in text]
+            assert len(reported) == 1 and "no space left" in reported[0]
 
 
 async def test_a_read_only_tier_gives_up_no_pages_for_what_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ async def test_a_disk_that_fails_at_every_read_is_off_until_it_reads_again(monke
                     missed = await acquire_one(running, peer, wanted(number))
                     assert isinstance(missed.error, StoreFault)
                 assert engine.gauges().disk_state == DiskState.OFF
-                gone = await acquire_one(running, peer, wanted(4))  # a plain miss: nobody waits for a dead disk
+                gone = await acquire_one(running, peer, wanted(4))  # a plain miss: a dead disk is not waited for
                 assert gone.grant is None and gone.error is None
             await eventually(lambda: not engine.disk_fault)
             assert (await acquire_one(running, peer, wanted(4))).source is Source.DISK

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError, Overloaded, StoreFault
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.ports import PageMetadata
+from kvpool_pagestore.engine.disk_tier import DiskTier
 from tests.fixtures.pagestore import TENANT, Running, new_world, page_key, running_engine
 from tests.fixtures.pagestore import metadata as page_metadata
 from tests.fixtures.pagestore_calls import open_session, store
@@ -57,7 +57,7 @@ async def test_of_two_changes_of_a_page_the_later_one_stays(monkeypatch: pytest.
             assert len(begun) == 2, "what comes while one is written is written together"
 
 
-async def test_a_change_that_fails_is_told_to_whoever_asked_for_it_and_to_nobody_else(
+async def test_a_change_that_fails_is_reported_to_its_caller_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with new_world() as world:

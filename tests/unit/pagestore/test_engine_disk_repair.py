@@ -26,7 +26,7 @@ async def test_a_smaller_budget_is_kept_from_the_start() -> None:
             assert running.engine.gauges().disk_pages == 2
 
 
-async def test_pages_that_nobody_can_ask_for_are_dropped() -> None:
+async def test_pages_that_no_request_can_name_are_dropped() -> None:
     with new_world() as world:
         async with running_engine(world) as running:
             await store(running, await open_session(running), [1])
@@ -70,7 +70,7 @@ async def test_pages_whose_deletion_failed_are_deleted_when_the_disk_is_well_aga
             assert engine.gauges().disk_pages == 2
 
 
-async def test_a_page_that_can_never_be_read_does_not_take_the_tier_down_for_ever(
+async def test_a_page_that_can_never_be_read_does_not_take_the_tier_down_permanently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with new_world() as world:

@@ -13,7 +13,7 @@ from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_pages import ReserveItem
+from kvpool_pagestore.core.slots import PageRecord
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
@@ -39,7 +39,7 @@ def stored(world: World) -> set[int]:
 
 async def pin(running: Running, numbers: Sequence[int]) -> None:
     hashes = [page_key(number).chunk_hash for number in numbers]
-    await running.engine.retained.pin(TENANT, KEYSPACE, hashes, PINNED_FOREVER_US)
+    await running.engine.retention.pin(TENANT, KEYSPACE, hashes, PINNED_FOREVER_US)
 
 
 async def test_a_page_that_is_written_again_outlives_the_deletion_that_made_room(
@@ -114,7 +114,7 @@ async def test_pins_that_end_first_go_first_when_the_tier_shrinks() -> None:
             for number, pinned_until_us in ((1, 1 << 61), (20, 1 << 62), (40, 1 << 60)):
                 kept = replace(metadata(number), pinned_until_us=pinned_until_us)
                 (answer,) = await running.engine.pages.reserve(
-                    peer, [ReserveItem(key=page_key(number), page_bytes=PAGE_BYTES, metadata=kept)]
+                    peer, [PageRecord(key=page_key(number), page_bytes=PAGE_BYTES, metadata=kept)]
                 )
                 assert isinstance(answer, Grant)
                 fill_page(running.engine.pages.view(answer), page_key(number))

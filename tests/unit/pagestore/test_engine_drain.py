@@ -1,4 +1,4 @@
-"""Draining: what nobody else has is moved, counted once durable there, and nothing is lost however it goes."""
+"""Draining: what no other node has is moved, counted once durable there, and nothing is lost however it goes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvpool.core.errors import ArenaFull, DrainBlocked, Draining, StoreUnavailab
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_drain import DrainProgress, DrainState
-from kvpool_pagestore.engine_local_pages import LocalPages
-from kvpool_pagestore.ports import PushItem
+from kvpool_pagestore.engine.drain import DrainProgress, DrainState
+from kvpool_pagestore.engine.local_pages import LocalPages
+from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.movement import Cluster, cluster_of, join
 from tests.fixtures.pagestore import KEYSPACE, SLOT_BYTES, TENANT, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
@@ -39,9 +39,9 @@ async def test_a_drained_node_leaves_every_page_durable_elsewhere() -> None:
     pages = range(128)  # eight groups, so that each of the others gets some
     async with cluster_of(3) as cluster:
         await fill(cluster, numbers=pages)
-        told = await drained(cluster)
-        assert told[-1].done and told[-1].moved_pages == len(pages) and told[-1].remaining == 0
-        assert told[-1].moved_bytes == cluster.members[1].pushed_bytes + cluster.members[2].pushed_bytes
+        reported = await drained(cluster)
+        assert reported[-1].done and reported[-1].moved_pages == len(pages) and reported[-1].remaining == 0
+        assert reported[-1].moved_bytes == cluster.members[1].pushed_bytes + cluster.members[2].pushed_bytes
         assert all(cluster.holders_of(number) in ([1], [2]) for number in pages)
         assert {cluster.holders_of(number)[0] for number in pages} == {1, 2}
         assert not cluster.members[0].alive, "the lease ended"
@@ -60,8 +60,8 @@ async def test_pages_with_another_live_copy_stay_where_they_are() -> None:
     async with cluster_of(3, replication_factor=2) as cluster:
         await fill(cluster)
         await eventually(lambda: all(len(cluster.holders_of(number)) == 2 for number in PAGES))
-        told = await drained(cluster)
-        assert told[-1].moved_pages == 0 and told[-1].kept_pages == len(PAGES)
+        reported = await drained(cluster)
+        assert reported[-1].moved_pages == 0 and reported[-1].kept_pages == len(PAGES)
         assert all(cluster.holders_of(number) for number in PAGES)
 
 
@@ -85,12 +85,12 @@ async def test_what_is_written_while_it_begins_is_moved_too() -> None:
         running = cluster.members[0].run
         peer = await open_session(running)
         assert await store(running, peer, range(100, 116)) == [None] * 16  # dirty yet
-        told = await drained(cluster)
-        assert told[-1].moved_pages == len(PAGES) + 16
+        reported = await drained(cluster)
+        assert reported[-1].moved_pages == len(PAGES) + 16
         assert all(cluster.holders_of(number) == [1] for number in (*PAGES, *range(100, 116)))
 
 
-async def test_nobody_with_room_is_said_clearly_and_loses_nothing() -> None:
+async def test_a_drain_without_a_node_with_room_says_so_and_loses_nothing() -> None:
     async with cluster_of(2) as cluster:
         await fill(cluster)
         cluster.members[1].refuse = lambda item: ArenaFull("full")
@@ -180,14 +180,14 @@ async def test_pages_that_are_evicted_or_cleared_meanwhile_do_not_matter() -> No
         assert running.engine.gauges().disk_pages == 0
 
 
-async def test_pages_that_are_evicted_between_the_question_and_the_copy_are_nobodys_fault() -> None:
+async def test_pages_that_are_evicted_between_the_question_and_the_copy_are_no_failure() -> None:
     async with cluster_of(2) as cluster:
         await fill(cluster)
         engine = cluster.members[0].run.engine
         disk, evicted = engine._disk, list(range(0, len(PAGES), 3))
         assert disk is not None
 
-        def evict(item: PushItem) -> None:
+        def evict(item: PageWrite) -> None:
             """With the first page that arrives, others go: from disk and staging, some of them in the same window."""
             keys = [page_key(number) for number in evicted if page_key(number) != item.key]
             asyncio.run_coroutine_threadsafe(forget(keys), loop).result(PATIENCE_S)

@@ -16,8 +16,8 @@ from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool_pagestore.core.disk_map import DiskMap
-from kvpool_pagestore.engine_evict import Evicted, EvictPreview, EvictTarget
-from kvpool_pagestore.engine_listing import ListedChunk
+from kvpool_pagestore.engine.inventory import ListedChunk
+from kvpool_pagestore.engine.removal import Evicted, EvictPreview, EvictTarget
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
@@ -148,7 +148,7 @@ async def test_pinned_pages_stay_unless_it_is_asked_for() -> None:
         async with running_engine(world) as running:
             await store(running, await open_session(running), [1, 2])
             await running.engine.flush(TENANT, b"")
-            assert await running.engine.retained.pin(TENANT, KEYSPACE, hashes([1]), PINNED_FOREVER_US) == 1
+            assert await running.engine.retention.pin(TENANT, KEYSPACE, hashes([1]), PINNED_FOREVER_US) == 1
             assert await running.engine.evicting.evict(TENANT, gone([1, 2])) == Evicted(page_count=1, pinned_count=1)
             assert [chunk.metadata.chunk_index for chunk in await listed(running, pinned_only=True)] == [1]
             assert await running.engine.evicting.evict(TENANT, gone([1], with_pinned=True)) == Evicted(page_count=1)
@@ -168,7 +168,7 @@ async def test_a_preview_says_what_evicting_then_does_and_changes_nothing(
             await running.engine.flush(TENANT, b"")
             await running.engine.evicting.evict(TENANT, gone([2], staging_only=True))
             await store(running, peer, [3])  # not durable
-            assert await running.engine.retained.pin(TENANT, KEYSPACE, hashes([1]), PINNED_FOREVER_US) == 1
+            assert await running.engine.retention.pin(TENANT, KEYSPACE, hashes([1]), PINNED_FOREVER_US) == 1
             before = running.engine.gauges()
             preview = await running.engine.evicting.preview(TENANT, wanted_gone)
             now = replace(running.engine.gauges(), write_back_oldest_seconds=before.write_back_oldest_seconds)
@@ -237,7 +237,7 @@ async def test_a_listing_tells_tiers_and_metadata_of_the_tenants_own_chunks() ->
 
 
 async def test_a_look_at_a_whole_keyspace_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_pagestore.engine_evict._PAGES_A_TURN", 2 * ShardGrid.of(SPEC).shard_count)
+    monkeypatch.setattr("kvpool_pagestore.engine.removal._EVICTED_A_TURN", 2 * ShardGrid.of(SPEC).shard_count)
     with new_world() as world:
         async with running_engine(world) as running:
             await store(running, await open_session(running), range(12))

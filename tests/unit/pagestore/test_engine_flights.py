@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, ServiceUnavailable, StaleIncarnation
 from kvpool.core.outcome import Admission, Tier
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.ports import PullItem, RemoteSource
+from kvpool_pagestore.engine.fetch import Source
+from kvpool_pagestore.ports import PullItem
 from tests.fixtures.pagestore import (
     PAYLOAD_BYTES,
     ScriptedPeers,
@@ -194,3 +195,20 @@ async def test_a_page_committed_while_it_was_pulled_is_kept_once() -> None:
             assert (await pulling).grant is not None
             assert running.engine.gauges().staging_pages == 1
             await store(running, writer, [2])
+
+
+async def test_a_source_of_corrupt_pages_is_asked_to_verify_them() -> None:
+    with new_world() as world:
+
+        def answer(peer: RemoteSource, item: PullItem) -> bool:
+            give(item)
+            if item.key == page_key(1):
+                item.destination[64] ^= 1
+            return True
+
+        scripted(world).answer = answer
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            served = await acquire(running, peer, [wanted(number, remote_source(1)) for number in range(3)])
+            assert [one.grant is not None for one in served] == [True, False, True]
+            await eventually(lambda: scripted(world).verified == [(remote_source(1), [page_key(1)])])

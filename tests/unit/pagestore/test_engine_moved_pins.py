@@ -15,7 +15,7 @@ async def fill_pinned(cluster: Cluster) -> None:
     running = cluster.members[0].run
     assert await store(running, await open_session(running), PAGES) == [None] * len(PAGES)
     hashes = [page_key(number).chunk_hash for number in PAGES]
-    assert await running.engine.retained.pin(TENANT, KEYSPACE, hashes, PINNED_FOREVER_US) == len(PAGES)
+    assert await running.engine.retention.pin(TENANT, KEYSPACE, hashes, PINNED_FOREVER_US) == len(PAGES)
     await running.engine.flush(TENANT, b"")
 
 
@@ -23,15 +23,15 @@ async def test_replicas_of_pinned_pages_are_not_pinned() -> None:
     async with cluster_of(2, replication_factor=2, replica_linger_ms=200) as cluster:
         await fill_pinned(cluster)
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
-        assert cluster.members[1].run.engine.retained.pinned_bytes == 0
+        assert cluster.members[1].run.engine.retention.pinned_bytes == 0
 
 
 async def test_pinned_pages_of_a_drained_node_go_to_one_that_may_pin_no_more() -> None:
     async with cluster_of(2) as cluster:
         await fill_pinned(cluster)
         target = cluster.members[1].run.engine
-        target.retained._pins._limit_bytes = 2 * 66_000
+        target.retention._pins._limit_bytes = 2 * 66_000
         async for progress in cluster.members[0].run.engine.drain.watch():
             last = progress
         assert last.done and all(cluster.holders_of(number)[-1] == 1 for number in PAGES)
-        assert 0 < target.retained.pinned_bytes <= 2 * 66_000
+        assert 0 < target.retention.pinned_bytes <= 2 * 66_000

@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.core.errors import ArenaFull, DrainBlocked, Draining, KvPoolError, StoreUnavailable
 from kvpool.testing import eventually
-from kvpool_pagestore.engine_drain import Drain, DrainState
+from kvpool_pagestore.engine.drain import Drain, DrainState
 from tests.fixtures.movement import Cluster, Member, cluster_of, join, start
 from tests.fixtures.pagestore import TENANT
 from tests.fixtures.pagestore_calls import open_session, reserve_item, store
@@ -37,7 +37,7 @@ class Restarting:
         return self.member.run.engine.drain
 
     def block(self) -> None:
-        """Hold up whoever sends a page here, on its thread."""
+        """Hold up the sender of a page, on its thread."""
         self.blocked.set()
         self.unblocked.wait(PATIENCE_S)
 
@@ -60,7 +60,7 @@ class Restarting:
         return sum(at in self.cluster.holders_of(number) for number in PAGES)
 
     async def begin_drain(self) -> None:
-        """Drain until some pages are away; nobody watches any more then."""
+        """Drain until some pages are away; then the watch ends."""
         watching = self.drain.watch()
         async for progress in watching:
             if progress.moved_pages:
@@ -210,7 +210,7 @@ async def test_a_cancel_that_the_index_does_not_hear_ends_the_watching_too() -> 
         assert one.is_in(DrainState.DRAINING), "to be cancelled again"
 
 
-async def test_whoever_watches_while_the_drain_is_being_cancelled_begins_it_anew(
+async def test_a_watch_during_the_cancel_of_a_drain_starts_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with restarting() as one:
@@ -242,8 +242,8 @@ async def test_whoever_watches_while_the_drain_is_being_cancelled_begins_it_anew
         assert one.is_in(DrainState.DRAINED) and one.held_by(0) == len(PAGES)
 
 
-async def test_a_drain_that_fails_with_nobody_watching_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_pagestore.engine_drain._GO_ON_FIRST_S", 0.001)
+async def test_a_drain_that_fails_without_watchers_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_pagestore.engine.drain._GO_ON_FIRST_S", 0.001)
     async with restarting() as one:
         await one.fill()
         await one.begin_drain()

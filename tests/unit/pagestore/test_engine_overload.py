@@ -12,9 +12,8 @@ from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.core.slots import SegmentState
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_pages import ReserveItem
+from kvpool_pagestore.core.slots import PageRecord, SegmentState
+from kvpool_pagestore.engine.fetch import Source
 from kvpool_pagestore.ports import Workers
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
@@ -74,7 +73,7 @@ async def give_arena_to_other_tenant(running: Running) -> None:
     peer = await open_session(running, tenant=OTHER_TENANT, keyspaces=((OTHER_KEYSPACE, SPEC),))
     for start in range(0, 64, 16):
         items = [
-            ReserveItem(
+            PageRecord(
                 key=PageKey(OTHER_KEYSPACE, chunk_hash(number), 0), page_bytes=PAGE_BYTES, metadata=metadata(number)
             )
             for number in range(start, start + 16)

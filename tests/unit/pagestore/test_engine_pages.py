@@ -18,9 +18,8 @@ from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.outcome import Admission, Tier
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_pages import WantedPage
-from kvpool_pagestore.engine_sessions import SessionRequest
+from kvpool_pagestore.engine.fetch import PageRequest, Source
+from kvpool_pagestore.engine.sessions import SessionRequest
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
     SPEC,
@@ -82,7 +81,7 @@ async def test_items_are_refused_one_by_one() -> None:
 async def test_another_tenants_keyspace_is_refused() -> None:
     with new_world() as world:
         async with running_engine(world) as running:
-            theirs = keyspace_id(encode_keyspace("somebody else", SPEC))
+            theirs = keyspace_id(encode_keyspace("another tenant", SPEC))
             with pytest.raises(TenantDenied):
                 await open_session(running, keyspaces=((theirs, SPEC),))
             peer = await open_session(running)
@@ -197,7 +196,7 @@ async def test_no_session_reads_or_learns_of_pages_of_a_keyspace_that_it_has_not
     with new_world() as world:
         async with running_engine(world) as running:
             await store(running, await open_session(running), [1])
-            stranger = await running.engine.open_session(SessionRequest(tenant="somebody else"), 0)
+            stranger = await running.engine.open_session(SessionRequest(tenant="another tenant"), 0)
             for number in (1, 2):  # the one that is there, and one that is not
                 answer = await acquire_one(running, stranger, wanted(number))
                 assert answer.grant is None and isinstance(answer.error, KeyspaceUnknown)
@@ -209,5 +208,25 @@ async def test_a_shard_that_does_not_exist_is_refused_before_anything_begins() -
             peer = await open_session(running)
             await store(running, peer, [1])
             with pytest.raises(InvalidRequest, match="item 1"):
-                await acquire(running, peer, [wanted(1), WantedPage(key=page_key(1, shard=3))])
+                await acquire(running, peer, [wanted(1), PageRequest(key=page_key(1, shard=3))])
             assert running.engine.gauges().leases == 0
+
+
+@pytest.mark.parametrize("disk", [True, False])
+async def test_of_pages_said_to_be_corrupt_those_are_dropped_that_do_not_verify(disk: bool) -> None:
+    with new_world() as world:
+        async with running_engine(world, **({} if disk else {"disk_bytes": 0})) as running:
+            peer = await open_session(running)
+            await store(running, peer, range(3))
+            if disk:
+                await running.engine.flush(TENANT, b"")
+            read = await acquire_one(running, peer, wanted(1))
+            assert read.grant is not None
+            running.engine.pages.view(read.grant)[64] ^= 1  # as a fault of the memory would
+            keys = [page_key(0), page_key(1), page_key(9), page_key(0, shard=200), page_key(0, keyspace=b"?" * 16)]
+            good, corrupt, absent, no_shard, unknown = await running.engine.pages.verify(peer, keys)
+            assert good is True and absent is False and no_shard is False and isinstance(unknown, KeyspaceUnknown)
+            assert corrupt is True if disk else isinstance(corrupt, PageCorrupt)
+            await eventually(lambda: world.index.shards(1, Tier.STAGING) == 0)
+            assert [world.index.shards(number, Tier.STAGING) for number in range(3)] == [1, 0, 1]
+            assert running.metric("verification_failures_total", place="reader") == 1

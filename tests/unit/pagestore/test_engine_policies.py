@@ -10,19 +10,18 @@ from dataclasses import replace
 
 import pytest
 
-import kvpool_pagestore.engine_policies
+import kvpool_pagestore.engine.policies
 from kvpool.core.cluster import LocationChange, RemoteSource
 from kvpool.core.errors import StoreFault
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
 from kvpool.testing.waiting import eventually
+from kvpool_pagestore.core.admission import QuotaBook, Shortfall
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.core.quota import QuotaBook, Shortfall
-from kvpool_pagestore.core.slots import Slot, SlotState
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_pages import ReserveItem
-from kvpool_pagestore.engine_policies import Policies
+from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState
+from kvpool_pagestore.engine.fetch import Source
+from kvpool_pagestore.engine.policies import Policies
 from kvpool_pagestore.ports import PullItem
 from tests.fixtures.pagestore import (
     KEYSPACE,
@@ -44,7 +43,7 @@ from tests.fixtures.stored_pages import stored_pages
 LONG_LINGER = {"linger_ms": 60_000}
 
 
-def told(version: int = 1, **fields: object) -> VersionedPolicy:
+def versioned(version: int = 1, **fields: object) -> VersionedPolicy:
     return VersionedPolicy(keyspace=KEYSPACE, policy=replace(KeyspacePolicy(), **fields), version=version)  # type: ignore[arg-type]
 
 
@@ -87,7 +86,7 @@ async def test_a_commit_that_asks_for_durability_waits_whatever_the_policy() -> 
         async with running_engine(world, write_policy="staging-only", **LONG_LINGER) as running:
             peer = await open_session(running)
             (answer,) = await running.engine.pages.reserve(
-                peer, [ReserveItem(key=page_key(1), page_bytes=PAGE_BYTES, metadata=metadata(1))]
+                peer, [PageRecord(key=page_key(1), page_bytes=PAGE_BYTES, metadata=metadata(1))]
             )
             assert isinstance(answer, Grant)
             fill_page(running.engine.pages.view(answer), page_key(1))
@@ -97,7 +96,7 @@ async def test_a_commit_that_asks_for_durability_waits_whatever_the_policy() -> 
 
 async def test_a_node_without_disk_cannot_keep_the_word_of_a_write_through_keyspace() -> None:
     with new_world(disk=False) as world:
-        world.index.policies[KEYSPACE] = told(write_policy=WritePolicy.WRITE_THROUGH)
+        world.index.policies[KEYSPACE] = versioned(write_policy=WritePolicy.WRITE_THROUGH)
         async with running_engine(world, disk_bytes=0) as running:
             peer = await open_session(running)
             (error,) = await store(running, peer, [1])
@@ -139,7 +138,7 @@ async def test_selective_counts_stores_that_found_the_page() -> None:
             peer = await open_session(running)
             await store(running, peer, [1])
             await running.engine.pages.reserve(
-                peer, [ReserveItem(key=page_key(1), page_bytes=PAGE_BYTES, metadata=metadata(1))]
+                peer, [PageRecord(key=page_key(1), page_bytes=PAGE_BYTES, metadata=metadata(1))]
             )
             await running.engine.flush(TENANT, b"")
             assert stored(world) == {1}
@@ -152,7 +151,7 @@ async def test_selective_writes_pages_of_long_prompts_at_once() -> None:
             for number, tokens in ((1, 999), (2, 1000)):
                 kept = replace(metadata(number), prompt_tokens=tokens)
                 (answer,) = await running.engine.pages.reserve(
-                    peer, [ReserveItem(key=page_key(number), page_bytes=PAGE_BYTES, metadata=kept)]
+                    peer, [PageRecord(key=page_key(number), page_bytes=PAGE_BYTES, metadata=kept)]
                 )
                 assert isinstance(answer, Grant)
                 fill_page(running.engine.pages.view(answer), page_key(number))
@@ -263,7 +262,7 @@ async def test_a_write_through_page_that_a_peer_brought_first_is_durable_at_its_
             peer = await open_session(running)
             kept = replace(metadata(1), priority=9)
             (grant,) = await running.engine.pages.reserve(
-                peer, [ReserveItem(key=page_key(1), page_bytes=PAGE_BYTES, metadata=kept)]
+                peer, [PageRecord(key=page_key(1), page_bytes=PAGE_BYTES, metadata=kept)]
             )
             assert isinstance(grant, Grant)
             fill_page(running.engine.pages.view(grant), page_key(1))
@@ -276,7 +275,7 @@ async def test_a_write_through_page_that_a_peer_brought_first_is_durable_at_its_
 async def test_a_changed_policy_is_applied_in_bounded_steps_and_announces_what_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvpool_pagestore.engine_policies, "_PAGES_A_TURN", 4)
+    monkeypatch.setattr(kvpool_pagestore.engine.policies, "_PAGES_A_TURN", 4)
     turns: list[int] = []
     looks: list[int] = []  # turns in which a page was looked at
     true_reconsider = Policies._reconsider
@@ -296,7 +295,7 @@ async def test_a_changed_policy_is_applied_in_bounded_steps_and_announces_what_i
             peer = await open_session(running)
             await store(running, peer, range(32))
             await eventually(lambda: world.index.shards(31, Tier.STAGING) == 1)
-            world.index.policies[KEYSPACE] = told(write_policy=WritePolicy.WRITE_BACK, staging=StagingMode.TRANSIT)
+            world.index.policies[KEYSPACE] = versioned(write_policy=WritePolicy.WRITE_BACK, staging=StagingMode.TRANSIT)
             counting = asyncio.ensure_future(count_turns())
             running.engine.policies.version_seen(1)
             # A page that leaves while the change is applied is taken back, too.
@@ -315,7 +314,7 @@ async def test_a_policy_that_changes_nothing_for_pages_looks_at_none(monkeypatch
     with new_world() as world:
         async with running_engine(world) as running:
             await store(running, await open_session(running), range(8))
-            world.index.policies[KEYSPACE] = told(quota_bytes=1 << 30)
+            world.index.policies[KEYSPACE] = versioned(quota_bytes=1 << 30)
             running.engine.policies.version_seen(1)
             await eventually(lambda: running.engine.policies._version_learnt == 1)
             assert not looks
@@ -337,7 +336,7 @@ async def test_policies_of_many_keyspaces_are_loaded_without_looking_at_all_for_
     with new_world() as world:
         async with running_engine(world) as running:
             for keyspace, _ in keyspaces:
-                world.index.policies[keyspace] = replace(told(quota_bytes=1 << 30), keyspace=keyspace)
+                world.index.policies[keyspace] = replace(versioned(quota_bytes=1 << 30), keyspace=keyspace)
             for start in range(0, count, 10):
                 await open_session(running, keyspaces=keyspaces[start : start + 10])
             monkeypatch.setattr(QuotaBook, "shortfalls", counted)

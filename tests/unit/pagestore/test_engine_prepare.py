@@ -15,9 +15,8 @@ from kvpool.core.errors import ArenaFull, InvalidRequest, SessionUnknown
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.core.slots import SegmentState
-from kvpool_pagestore.engine_pages import ReserveItem
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.core.slots import PageRecord, SegmentState
+from kvpool_pagestore.engine.sessions import PeerSession
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
     SLOT_BYTES,
@@ -207,7 +206,7 @@ async def test_a_second_tenant_stores_while_nothing_prepared_is_left_and_the_fir
             assert peer.session.tenant == TENANT and len(running.engine.prepare(peer, 0)[0]) == 8
             other = await other_tenant(running)
             (keyspace,) = other.keyspaces
-            item = ReserveItem(key=page_key(1, keyspace=keyspace), page_bytes=PAGE_BYTES, metadata=metadata(1))
+            item = PageRecord(key=page_key(1, keyspace=keyspace), page_bytes=PAGE_BYTES, metadata=metadata(1))
             (answer,) = await running.engine.pages.reserve(other, [item])
             assert isinstance(answer, Grant) and answer.slot.segment.tenant == "other"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvpool.core.cluster import PageMetadata, RemoteSource
 from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock, eventually
-from kvpool_pagestore.engine_pages import WantedPage
+from kvpool_pagestore.engine.fetch import PageRequest
 from kvpool_pagestore.ports import PullItem
 from tests.fixtures.pagestore import (
     TENANT,
@@ -35,11 +35,11 @@ def owned_by(world: World, kept: PageMetadata | None) -> None:
     world.peers = ScriptedPeers(answer)
 
 
-def asked(**said: int) -> WantedPage:
-    return WantedPage(key=page_key(1), metadata=replace(metadata(1), **said), sources=(OWNER,))  # type: ignore[arg-type]
+def asked(**said: int) -> PageRequest:
+    return PageRequest(key=page_key(1), metadata=replace(metadata(1), **said), sources=(OWNER,))  # type: ignore[arg-type]
 
 
-async def pulled(running: Running, page: WantedPage) -> PageMetadata:
+async def pulled(running: Running, page: PageRequest) -> PageMetadata:
     answer = await acquire_one(running, await open_session(running), page)
     assert answer.grant is not None
     return answer.grant.slot.page.metadata
@@ -55,7 +55,7 @@ async def test_a_pulled_page_is_kept_as_its_owner_keeps_it_but_for_the_pin() -> 
             assert await pulled(running, asked(priority=-3, ttl_ms=5)) == replace(kept, pinned_until_us=0)
 
 
-async def test_whoever_reads_cannot_pin_what_is_pulled() -> None:
+async def test_a_reader_cannot_pin_what_is_pulled() -> None:
     with new_world(clock=ManualClock()) as world:
         owned_by(world, None)  # an owner of an earlier version says nothing
         async with running_engine(world, max_pinned_share=0.0) as running:

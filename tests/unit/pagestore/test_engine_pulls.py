@@ -12,12 +12,12 @@ import pytest
 
 from kvpool.core.cancel import CancelToken
 from kvpool.core.clock import Clock
+from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Stopped
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.testing import ManualClock, eventually
-from kvpool_pagestore.engine_acquire import Acquired
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.ports import PullItem, RemoteSource, Workers
+from kvpool_pagestore.engine.fetch import Acquired, Source
+from kvpool_pagestore.ports import PullItem, Workers
 from tests.fixtures.pagestore import (
     SLOT_BYTES,
     Running,

@@ -16,8 +16,8 @@ from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
 from kvpool_pagestore.core.events import PolicyChanged
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_pages import ReserveItem
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine.sessions import PeerSession
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
@@ -43,7 +43,7 @@ BOTH_BYTES = SLOT_BYTES + PAGE_BYTES  # of a page that is staged and on disk
 
 async def put(running: Running, peer: PeerSession, keyspace: bytes, number: int, **kept: int) -> KvPoolError | None:
     key = PageKey(keyspace, page_key(number).chunk_hash, 0)
-    item = ReserveItem(key=key, page_bytes=PAGE_BYTES, metadata=replace(metadata(number), **kept))  # type: ignore[arg-type]
+    item = PageRecord(key=key, page_bytes=PAGE_BYTES, metadata=replace(metadata(number), **kept))  # type: ignore[arg-type]
     (answer,) = await running.engine.pages.reserve(peer, [item])
     if isinstance(answer, KvPoolError):
         return answer
@@ -61,9 +61,9 @@ async def here(running: Running, peer: PeerSession, number: int) -> bool:
 
 
 def quota(world: World, size_bytes: int, version: int = 1) -> VersionedPolicy:
-    told = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(quota_bytes=size_bytes), version=version)
-    world.index.policies[KEYSPACE] = told
-    return told
+    reported = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(quota_bytes=size_bytes), version=version)
+    world.index.policies[KEYSPACE] = reported
+    return reported
 
 
 async def store_many(running: Running, peer: PeerSession) -> None:

@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvpool.core.errors import ArenaFull
+from kvpool.core.errors import ArenaFull, PageCorrupt
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.testing import eventually
-from kvpool_pagestore import engine_local_pages
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.engine import local_pages
 from tests.fixtures.movement import Cluster, MemberPeers, cluster_of, flip, join
 from tests.fixtures.pagestore import KEYSPACE, TENANT, metadata
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
@@ -63,7 +63,7 @@ async def test_durable_copies_go_only_to_nodes_with_a_disk() -> None:
         )
 
 
-async def test_a_factor_of_one_asks_nobody() -> None:
+async def test_a_factor_of_one_sends_no_request() -> None:
     async with cluster_of(2) as cluster:
         await fill(cluster)
         await cluster.members[0].run.engine.flush("tenant", b"")
@@ -105,6 +105,29 @@ async def test_bytes_that_a_network_spoils_are_stored_nowhere() -> None:
         assert (await acquire_one(running, peer, wanted(0))).grant is not None
         peers.spoil = lambda page: None
         await eventually(lambda: cluster.holders_of(0) == [0, 1])
+
+
+async def test_a_node_that_says_that_good_pages_are_corrupt_has_none_dropped() -> None:
+    async with cluster_of(2, replication_factor=2, disk=False) as cluster:
+        cluster.members[1].refuse = lambda item: PageCorrupt("so it says")
+        await fill(cluster)
+        running = cluster.members[0].run
+        failures = {"purpose": "replica", "reason": "PAGE_CORRUPT"}
+        await eventually(lambda: running.metric("move_failures_total", **failures) >= len(PAGES))
+        peer = await open_session(running)
+        for number in PAGES:
+            assert (await acquire_one(running, peer, wanted(number), wait_s=0)).grant is not None
+
+
+async def test_a_push_to_a_node_that_answers_nothing_is_given_up() -> None:
+    async with cluster_of(2, replication_factor=2, pull_stall_ms=10) as cluster:
+        cluster.members[1].hung = True
+        await fill(cluster)
+        running = cluster.members[0].run
+        failures = {"purpose": "replica", "reason": "DEADLINE_EXCEEDED"}
+        await eventually(lambda: running.metric("move_failures_total", **failures) >= len(PAGES))
+        cluster.members[1].hung = False
+        await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
 
 
 async def test_a_full_queue_is_refused_and_a_sweep_finds_what_was_left_out() -> None:
@@ -168,8 +191,8 @@ async def test_what_never_reaches_a_disk_is_copied_from_staging_to_staging() -> 
 async def test_a_keyspace_has_a_factor_of_its_own() -> None:
     async with cluster_of(3) as cluster:
         for member in cluster.members:
-            told = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(replication_factor=3), version=1)
-            member.run.engine.policies._book.take(told)
+            reported = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(replication_factor=3), version=1)
+            member.run.engine.policies._book.take(reported)
         await fill(cluster)
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1, 2] for number in PAGES))
 
@@ -190,8 +213,8 @@ async def test_a_sweep_asks_the_index_once_for_many_chain_groups() -> None:
 
 
 async def test_what_a_node_holds_is_gathered_by_chain_group_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_local_pages, "_CHUNKS_A_TURN", 4)
-    monkeypatch.setattr(engine_local_pages, "_BUCKET_CHUNKS", 8)
+    monkeypatch.setattr(local_pages, "_CHUNKS_A_TURN", 4)
+    monkeypatch.setattr(local_pages, "_BUCKET_CHUNKS", 8)
     async with cluster_of(1) as cluster:
         running = cluster.members[0].run
         for start in range(0, 64, 16):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
 import pytest
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import InvalidRequest, QuotaExceeded, StoreFault
+from kvpool.core.errors import InvalidRequest, QuotaExceeded, SessionUnknown, StoreFault
 from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey, page_bytes
 from kvpool.core.payload import payload_bytes
@@ -17,8 +19,10 @@ from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.retention import PINNED_FOREVER_US, Retention
 from kvpool.testing import ManualClock, eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine.pages import ReserveAnswer
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.ports import Workers
 from tests.fixtures.pagestore import (
     GRID,
     KEYSPACE,
@@ -31,18 +35,21 @@ from tests.fixtures.pagestore import (
     metadata,
     new_world,
     page_key,
+    page_span,
     running_engine,
 )
 from tests.fixtures.pagestore_calls import acquire_one, open_session, wanted
 from tests.fixtures.stored_pages import stored_pages
 
+P = ParamSpec("P")
+T = TypeVar("T")
 HASHES = [page_key(number).chunk_hash for number in range(16)]
 
 
 async def reserve(running: Running, peer: PeerSession, number: int, shard: int = 0, **retention: int) -> ReserveAnswer:
     kept = replace(metadata(number), **retention)  # type: ignore[arg-type]
     size_bytes = page_bytes(payload_bytes(SPEC, GRID, shard))
-    item = ReserveItem(key=page_key(number, shard), page_bytes=size_bytes, metadata=kept)
+    item = PageRecord(key=page_key(number, shard), page_bytes=size_bytes, metadata=kept)
     (answer,) = await running.engine.pages.reserve(peer, [item])
     return answer
 
@@ -66,7 +73,7 @@ async def engine_at(world: World, **changes: object) -> AsyncIterator[tuple[Runn
         yield running, await open_session(running), clock
 
 
-async def test_an_expired_page_is_a_miss_everywhere_and_is_told_to_the_index() -> None:
+async def test_an_expired_page_is_a_miss_everywhere_and_removed_from_the_index() -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, clock):
             await put(running, peer, 1, ttl_ms=1000)
@@ -80,14 +87,14 @@ async def test_an_expired_page_is_a_miss_everywhere_and_is_told_to_the_index() -
             assert world.index.shards(1, Tier.DISK) == world.index.shards(1, Tier.STAGING) == 0
 
 
-async def test_a_sweep_forgets_what_nobody_asks_for() -> None:
+async def test_a_sweep_forgets_what_is_never_requested() -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, clock):
             await put(running, peer, 1, ttl_ms=1000)
             await running.engine.flush(TENANT, b"")
-            assert running.engine.retained.sweep() == 0
+            assert running.engine.retention.sweep() == 0
             clock.advance(1.0)
-            assert running.engine.retained.sweep() == 1
+            assert running.engine.retention.sweep() == 1
             await eventually(lambda: not on_disk(world))
             assert running.engine.gauges().staging_pages == 0
             assert running.metric("expired_pages_total") == 1
@@ -101,10 +108,10 @@ async def test_the_end_of_a_page_holds_over_a_restart() -> None:
         async with engine_at(world) as (running, peer, clock):
             assert (await acquire_one(running, peer, wanted(1))).grant is not None
             clock.advance(1.0)
-            assert running.engine.retained.sweep() == 1
+            assert running.engine.retention.sweep() == 1
 
 
-async def test_an_expired_page_may_be_stored_anew() -> None:
+async def test_an_expired_page_may_be_stored_again() -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, clock):
             await put(running, peer, 1, ttl_ms=1000)
@@ -142,7 +149,7 @@ async def test_the_default_retention_of_a_keyspace_is_that_of_pages_which_say_no
             await running.engine.flush(TENANT, b"")
             assert [on_disk(world)[number].priority for number in (1, 2)] == [3, 0]
             clock.advance(1.0)
-            assert running.engine.retained.sweep() == 1
+            assert running.engine.retention.sweep() == 1
 
 
 async def test_pins_are_kept_on_disk_for_durable_pages_and_taken_along_by_others() -> None:
@@ -153,16 +160,16 @@ async def test_pins_are_kept_on_disk_for_durable_pages_and_taken_along_by_others
             await put(running, peer, 1)
             await put(running, peer, 1, shard=1)
             await running.engine.flush(TENANT, b"")
-            assert await running.engine.retained.pin(TENANT, KEYSPACE, HASHES[1:3], until_us) == 2
+            assert await running.engine.retention.pin(TENANT, KEYSPACE, HASHES[1:3], until_us) == 2
             assert {page.metadata.pinned_until_us for page in stored_pages(world.memory)} == {until_us}
             assert running.engine.gauges().pinned_bytes == both_bytes
         async with engine_at(world, linger_ms=60_000) as (running, peer, clock):
             assert running.engine.gauges().pinned_bytes == both_bytes
             await put(running, peer, 4)
-            assert await running.engine.retained.pin(TENANT, KEYSPACE, [HASHES[4]], until_us) == 1
+            assert await running.engine.retention.pin(TENANT, KEYSPACE, [HASHES[4]], until_us) == 1
             await running.engine.flush(TENANT, b"")
             assert on_disk(world)[4].pinned_until_us == until_us
-            assert await running.engine.retained.pin(TENANT, KEYSPACE, HASHES, 0) == 3
+            assert await running.engine.retention.pin(TENANT, KEYSPACE, HASHES, 0) == 3
             assert {page.metadata.pinned_until_us for page in stored_pages(world.memory)} == {0}
             assert running.engine.gauges().pinned_bytes == 0
 
@@ -184,9 +191,9 @@ async def test_more_than_a_share_of_the_tier_cannot_be_pinned() -> None:
             for number in range(4):
                 await put(running, peer, number)
             with pytest.raises(QuotaExceeded, match="max_pinned_share"):
-                await running.engine.retained.pin(TENANT, KEYSPACE, HASHES[:4], PINNED_FOREVER_US)
+                await running.engine.retention.pin(TENANT, KEYSPACE, HASHES[:4], PINNED_FOREVER_US)
             assert running.engine.gauges().pinned_bytes == 0
-            assert await running.engine.retained.pin(TENANT, KEYSPACE, HASHES[:2], PINNED_FOREVER_US) == 2
+            assert await running.engine.retention.pin(TENANT, KEYSPACE, HASHES[:2], PINNED_FOREVER_US) == 2
             assert isinstance(await reserve(running, peer, 9, pinned_until_us=PINNED_FOREVER_US), QuotaExceeded)
             assert isinstance(await reserve(running, peer, 3, pinned_until_us=PINNED_FOREVER_US), QuotaExceeded)
 
@@ -195,7 +202,7 @@ async def test_another_tenants_pages_cannot_be_pinned_and_do_not_show() -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, _):
             await put(running, peer, 1)
-            assert await running.engine.retained.pin("other", KEYSPACE, HASHES, PINNED_FOREVER_US) == 0
+            assert await running.engine.retention.pin("other", KEYSPACE, HASHES, PINNED_FOREVER_US) == 0
             assert running.engine.gauges().pinned_bytes == 0
 
 
@@ -206,20 +213,20 @@ async def test_a_pin_that_cannot_be_kept_is_refused() -> None:
             await running.engine.flush(TENANT, b"")
             world.memory.fault = StoreFault("the disk is gone")
             with pytest.raises(StoreFault):
-                await running.engine.retained.pin(TENANT, KEYSPACE, HASHES, PINNED_FOREVER_US)
+                await running.engine.retention.pin(TENANT, KEYSPACE, HASHES, PINNED_FOREVER_US)
             with pytest.raises(InvalidRequest, match="at most 4096"):
-                await running.engine.retained.pin(TENANT, KEYSPACE, HASHES * 300, 0)
+                await running.engine.retention.pin(TENANT, KEYSPACE, HASHES * 300, 0)
             world.memory.fault = None
 
 
-async def test_a_page_whose_time_came_while_it_was_written_is_not_served_for_ever() -> None:
+async def test_a_page_that_expires_while_it_is_written_is_not_served() -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, clock):
             answer = await reserve(running, peer, 1, ttl_ms=1000)
             assert isinstance(answer, Grant)
             fill_page(running.engine.pages.view(answer), page_key(1))
             clock.advance(1.0)
-            assert running.engine.retained.sweep() == 0, "it is nowhere yet"
+            assert running.engine.retention.sweep() == 0, "it is nowhere yet"
             assert await running.engine.pages.commit(peer, [answer.lease_id]) == [None]
             assert (await acquire_one(running, peer, wanted(1))).grant is None
 
@@ -227,16 +234,16 @@ async def test_a_page_whose_time_came_while_it_was_written_is_not_served_for_eve
 async def test_nothing_is_remembered_of_pages_that_have_gone() -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world, max_pinned_share=1.0) as (running, peer, _):
-            retained = running.engine.retained
+            retention = running.engine.retention
             for number in range(8):
                 await put(running, peer, number, ttl_ms=10**9, pinned_until_us=1 << 60)
             refused = await reserve(running, peer, 8, ttl_ms=10**9, pinned_until_us=1 << 60)
             assert isinstance(refused, Grant)
             running.engine.pages.abort(peer, [refused.lease_id])
             await running.engine.flush(TENANT, b"")
-            assert retained.pinned_bytes == 8 * PAGE_BYTES and len(retained._expiry) == 8
+            assert retention.pinned_bytes == 8 * PAGE_BYTES and len(retention._expiry) == 8
             assert await running.engine.clear(TENANT, b"") == 8
-            assert retained.pinned_bytes == 0 and len(retained._expiry) == 0
+            assert retention.pinned_bytes == 0 and len(retention._expiry) == 0
 
 
 async def test_a_pin_that_is_turned_away_does_not_count() -> None:
@@ -245,7 +252,71 @@ async def test_a_pin_that_is_turned_away_does_not_count() -> None:
             answer = await reserve(running, peer, 1)
             assert isinstance(answer, Grant)
             assert await reserve(running, peer, 1, pinned_until_us=1 << 60) is Admission.PENDING
-            assert running.engine.retained.pinned_bytes == 0
+            assert running.engine.retention.pinned_bytes == 0
+
+
+class HeldWorkers:
+    """A ports.Workers whose calls wait for `go`."""
+
+    def __init__(self, workers: Workers, go: asyncio.Event) -> None:
+        self._workers = workers
+        self._go = go
+        self.threads = workers.threads
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        await self._go.wait()
+        return await self._workers.run(function, *args, **kwargs)
+
+
+@asynccontextmanager
+async def no_room_yet() -> AsyncIterator[tuple[Running, PeerSession, asyncio.Event]]:
+    """An engine that makes no room for pages until the event is set."""
+    go = asyncio.Event()
+    with new_world(clock=ManualClock()) as world:
+        world.wrap_workers = lambda name, workers: HeldWorkers(workers, go) if name == "verify" else workers
+        async with engine_at(world) as (running, peer, _):
+            try:
+                yield running, peer, go
+            finally:
+                go.set()
+
+
+async def reserve_pinned(running: Running, peer: PeerSession, as_span: bool) -> object:
+    if not as_span:
+        return await reserve(running, peer, 1, pinned_until_us=PINNED_FOREVER_US)
+    retention = ((1, Retention(pinned_until_us=PINNED_FOREVER_US)),)
+    return await running.engine.spans.reserve(peer, page_span(1, 1, retention=retention))
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+@pytest.mark.parametrize("as_span", [False, True])
+async def test_a_pin_does_not_count_when_its_reserve_ends_while_room_is_made(as_span: bool, cancelled: bool) -> None:
+    async with no_room_yet() as (running, peer, go):
+        begun = asyncio.ensure_future(reserve_pinned(running, peer, as_span))
+        await eventually(lambda: running.engine.retention.pinned_bytes == PAGE_BYTES)
+        if cancelled:
+            begun.cancel()
+        else:
+            running.engine.sessions.close(peer)
+        go.set()
+        await asyncio.wait([begun])
+        assert begun.cancelled() or isinstance(begun.exception(), SessionUnknown)
+        assert running.engine.retention.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("as_span", [False, True])
+async def test_a_pin_does_not_count_when_another_writer_gets_the_page_while_room_is_made(as_span: bool) -> None:
+    async with no_room_yet() as (running, peer, go):
+        first = asyncio.ensure_future(reserve(running, peer, 1))
+        second = asyncio.ensure_future(reserve_pinned(running, await open_session(running), as_span))
+        await eventually(lambda: running.engine.retention.pinned_bytes == PAGE_BYTES)
+        go.set()
+        answer = await first
+        assert isinstance(answer, Grant)
+        await second
+        fill_page(running.engine.pages.view(answer), page_key(1))
+        assert await running.engine.pages.commit(peer, [answer.lease_id]) == [None]
+        assert running.engine.retention.pinned_bytes == 0
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -254,7 +325,7 @@ async def test_what_happens_to_other_chunks_while_many_are_pinned_is_not_undone(
 ) -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world, linger_ms=60_000) as (running, peer, _):
-            retained = running.engine.retained
+            retention = running.engine.retention
             for number in (0, 1, 19):
                 await put(running, peer, number, pinned_until_us=0 if pinned else 1 << 60)
             await put(running, peer, 2)
@@ -265,14 +336,14 @@ async def test_what_happens_to_other_chunks_while_many_are_pinned_is_not_undone(
                 if chunk_hash == page_key(19).chunk_hash and table.find(page_key(0)) is not None:
                     table.drop(page_key(0))
                     longer = replace(metadata(1), priority=7)
-                    assert retained.extend(page_key(1), PAGE_BYTES, longer, []) is None
+                    assert retention.extend(page_key(1), PAGE_BYTES, longer, []) is None
                 return keys_of(keyspace, chunk_hash)
 
             monkeypatch.setattr(table, "keys", keys_later)
             hashes = [page_key(number).chunk_hash for number in range(20) if number != 2]
             until_us = 1 << 60 if pinned else 0
-            assert await retained.pin(TENANT, KEYSPACE, hashes, until_us) == 2
-            assert retained.pinned_bytes == (2 * PAGE_BYTES if pinned else 0), "a page that has gone counts no more"
+            assert await retention.pin(TENANT, KEYSPACE, hashes, until_us) == 2
+            assert retention.pinned_bytes == (2 * PAGE_BYTES if pinned else 0), "a page that has gone counts no more"
             kept = table.metadata(page_key(1))
             assert kept is not None and (kept.priority, kept.pinned_until_us) == (7, until_us)
 
@@ -284,7 +355,7 @@ async def test_storing_many_pages_again_costs_one_sync(monkeypatch: pytest.Monke
             for number in range(8):
                 await put(running, peer, number, ttl_ms=1000)
                 kept = replace(metadata(number), ttl_ms=1000)
-                items.append(ReserveItem(key=page_key(number), page_bytes=PAGE_BYTES, metadata=kept))
+                items.append(PageRecord(key=page_key(number), page_bytes=PAGE_BYTES, metadata=kept))
             await running.engine.flush(TENANT, b"")
             set_metadata, calls = world.memory.set_metadata, list[int]()
 

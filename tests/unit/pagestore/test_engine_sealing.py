@@ -18,10 +18,10 @@ from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import Slot
+from kvpool_pagestore.engine.copies import Purpose
+from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.engine_bulk import EngineBulkGateway
-from kvpool_pagestore.engine_push import Purpose
-from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.ports import PushItem
+from kvpool_pagestore.ports import PageWrite
 from kvpool_pagestore.ports_bulk import ReadGrant
 from kvpool_server.tasks import BoundedExecutor
 from tests.fixtures.pagestore import (
@@ -193,7 +193,7 @@ async def test_a_page_is_streamed_to_a_peer_sealed() -> None:
 async def test_a_page_is_pushed_to_another_node_sealed() -> None:
     pushed: dict[int, bytes] = {}
 
-    def take(target: RemoteSource, item: PushItem) -> None:
+    def take(target: RemoteSource, item: PageWrite) -> None:
         pushed[item.metadata.chunk_index] = bytes(item.page)
 
     with new_world(disk=False) as world:
@@ -263,7 +263,7 @@ async def test_a_page_that_is_dropped_while_it_is_sealed_is_a_miss_and_leaves_no
         go_on.wait()
         seal(buffer, key, codec, payload_len)
 
-    monkeypatch.setattr("kvpool_pagestore.engine_sealing.seal", slowly)
+    monkeypatch.setattr("kvpool_pagestore.engine.commits.seal", slowly)
     with new_world(disk=False) as world:
         async with running_engine(world) as running:
             await store_unsealed(running, await trusting(running), [1])

@@ -18,7 +18,7 @@ from kvpool.core.errors import (
 )
 from kvpool.testing import ManualClock, eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_sessions import PeerSession, SessionRequest
+from kvpool_pagestore.engine.sessions import PeerSession, SessionRequest
 from tests.fixtures.pagestore import SLOT_BYTES, TENANT, Running, new_world, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
 

@@ -1,4 +1,4 @@
-"""Room in the arena: segments are made once, and nobody who could have room is refused."""
+"""Room in the arena: segments are made once, and a page that could have room is not refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvpool_pagestore.core.admission import AdmissionRules
 from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.page_table import ArenaLimits, PageTable
 from kvpool_pagestore.core.slots import Slot, SlotState, SpaceNeed
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.engine.arena import ArenaSpace
+from kvpool_pagestore.engine.context import EngineTasks
 
 SLOT_BYTES = 4096
 SLOTS_A_SEGMENT = 8
@@ -34,7 +34,7 @@ class NamedSegments:
 
 
 class WorkersWithAnOnlooker:
-    """Runs calls at once, and starts the onlooker so that it comes before whoever waits for the call's end."""
+    """Runs calls at once, and starts the onlooker so that it comes before those that wait for the call's end."""
 
     threads = 1
 

@@ -16,10 +16,10 @@ from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import ManualClock
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool_pagestore.core.slots import SegmentState
-from kvpool_pagestore.engine_drain import Drain
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.engine_spans import SOURCE_NUMBERS
+from kvpool_pagestore.engine.drain import Drain
+from kvpool_pagestore.engine.fetch import Source
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.spans import SOURCE_NUMBERS
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
     SLOT_BYTES,
@@ -154,7 +154,7 @@ async def test_pins_beyond_the_bound_are_refused_page_by_page() -> None:
             ((page, error),) = answer.failed
             assert page == 2 and isinstance(error, QuotaExceeded)
             running.engine.pages.abort(peer, answer.granted.lease_ids.tolist())
-            assert running.engine.retained.pinned_bytes == 0
+            assert running.engine.retention.pinned_bytes == 0
 
 
 async def test_a_node_that_takes_no_pages_names_what_it_has() -> None:

@@ -17,13 +17,13 @@ from kvpool.core.errors import ArenaFull, Draining, StoreFault
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
-from kvpool_pagestore import engine_writeback
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.writeback import DirtyPage
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_evict import EvictTarget
-from kvpool_pagestore.engine_pages import WantedPage
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine import writeback
+from kvpool_pagestore.engine.fetch import PageRequest
+from kvpool_pagestore.engine.removal import EvictTarget
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.store import PageStoreEngine
 from tests.fixtures.movement import cluster_of
 from tests.fixtures.pagestore import (
     KEYSPACE,
@@ -41,12 +41,12 @@ from tests.fixtures.pagestore_calls import acquire, open_session, reserve_item, 
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.stored_pages import stored_pages
 
-PATIENT_MS = 60_000  # nothing is written before somebody asks
+PATIENT_MS = 60_000  # nothing is written before a request
 ONE_PAGE_AND_NO_MORE = {"write_back_bytes_per_s": 1}  # the first one goes at once, the next one hours later
 
 
 class Gate(threading.Event):
-    """Tells when somebody waits at it."""
+    """Shows when a caller waits at it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable
             world.memory.gate = gate = Gate()
             await store(running, peer, [1])
             await eventually(gate.reached.is_set)
-            (read,) = await acquire(running, peer, [WantedPage(key=page_key(1))])
+            (read,) = await acquire(running, peer, [PageRequest(key=page_key(1))])
             assert read.grant is not None
             engine.pages.release(peer, [], corrupt_ids=[read.grant.lease_id])
             await store(running, peer, [1])
@@ -145,14 +145,14 @@ async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable
             assert [found.key for found in stored_pages(world.memory)] == [page_key(1)]
 
 
-async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, undecided = list[object](), engine_writeback._undecided
+async def test_pages_that_are_added_wake_no_waiter_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, undecided = list[object](), writeback._undecided
 
     def noted(page: DirtyPage, failures_before: int) -> bool:
         looked.append(page)
         return undecided(page, failures_before)
 
-    monkeypatch.setattr(engine_writeback, "_undecided", noted)
+    monkeypatch.setattr(writeback, "_undecided", noted)
     with new_world() as world:
         async with running_engine(world, linger_ms=PATIENT_MS) as running:
             engine, peer = running.engine, await open_session(running)
@@ -181,7 +181,7 @@ async def test_a_page_pinned_while_it_is_written_is_durable_with_its_pin(monkeyp
         monkeypatch.setattr(world.memory, "set_metadata", slow)
         async with flushing(world, [1, 2]) as write:
             engine = write.running.engine
-            assert await engine.retained.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
+            assert await engine.retention.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
             assert await write.end() == (2, 0)
             assert pinned_until_us(world) == {page_key(1): PINNED_FOREVER_US, page_key(2): 0}
 
@@ -198,7 +198,7 @@ async def test_a_page_is_not_durable_before_the_pin_it_got_meanwhile_is(
         monkeypatch.setattr(world.memory, "set_metadata", failing)
         async with flushing(world, [1, 2]) as write:
             engine = write.running.engine
-            assert await engine.retained.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
+            assert await engine.retention.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
             assert await write.end() == (1, 1)
             async with asyncio.timeout(PATIENCE_S):
                 await engine.flush(TENANT, b"")  # writes the page once more, with its pin, unless that was done

@@ -1,6 +1,6 @@
 """The disk tier on real file systems that are small, full, failing or without direct transfers.
 
-Each runs in a process of its own with a mount that nobody else sees and that ends with it.
+Each runs in a process of its own with a private mount that ends with it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvpool_pagestore.adapters.file_io import allows_direct
 from tests.unit.pagestore.rocks_pages import get, opened, page, page_write, put, scanned
 mount = Path(sys.argv[1])
 def put_failing(store, *numbers):
-    told = []
-    store.put_batch([page_write(number) for number in numbers], lambda _, failure: told.append(failure))
-    return {type(failure) for failure in told}
+    reported = []
+    store.put_batch([page_write(number) for number in numbers], lambda _, failure: reported.append(failure))
+    return {type(failure) for failure in reported}
 def fill():
     descriptor = os.open(mount / "filler", os.O_CREAT | os.O_WRONLY)
     for size in (1 << 20, 4096, 1):

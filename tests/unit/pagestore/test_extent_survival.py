@@ -15,8 +15,7 @@ from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters import page_store, salvage
 from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase
-from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
-from kvpool_pagestore.core.extents import BLOCK_BYTES
+from kvpool_pagestore.core.extents import BLOCK_BYTES, ExtentBudget, page_blocks
 from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.stored_pages import stored_pages
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, scanned
@@ -90,7 +89,7 @@ def test_no_page_is_lost_whatever_file_of_the_database_is_damaged(tmp_path: Path
     HARMS[harm](damaged)
     store = opened(tmp_path)
     found = right(store)
-    assert found >= LIVE  # deleted ones may be back where nothing tells of their deletion any more
+    assert found >= LIVE  # deleted ones may be back where no record of their deletion is left
     assert list(store.keyspaces()) == [b"a keyspace"]
     store.put_batch([page_write(0, b"page 0")], lambda _, failure: None)
     store.close()
@@ -118,7 +117,7 @@ def test_a_damaged_log_costs_what_was_written_since_the_last_table(tmp_path: Pat
     store.close()
 
 
-def test_a_lost_database_is_made_anew_from_the_pages(tmp_path: Path) -> None:
+def test_a_lost_database_is_rebuilt_from_the_pages(tmp_path: Path) -> None:
     filled(tmp_path)
     lose_database(tmp_path)
     store = opened(tmp_path)
@@ -233,7 +232,7 @@ def test_cleared_pages_stay_gone_when_a_file_beside_the_pages_is_damaged_too(
 
 
 def test_a_page_that_holds_the_likeness_of_another_is_not_taken_for_it(tmp_path: Path) -> None:
-    """A tenant may write anything into its pages: blocks of somebody else's, with all that lies behind them."""
+    """A tenant may write anything into its pages: blocks of another tenant, with all that lies behind them."""
     other = opened(tmp_path / "other")
     put(other, 5)
     other.close()

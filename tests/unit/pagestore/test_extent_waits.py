@@ -14,7 +14,7 @@ import pytest
 from kvpool.core.errors import KvPoolError
 from kvpool_pagestore.adapters.extents import ExtentFiles
 from kvpool_pagestore.adapters.page_store import RocksPageStore
-from kvpool_pagestore.core import disk_budget
+from kvpool_pagestore.core import extents
 from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.stored_pages import stored_pages
@@ -45,8 +45,8 @@ def running(gate: Gate, work: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-def test_nobody_waits_for_a_file_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_budget, "_FILE_BYTES_MIN", 4 << 20)
+def test_no_write_waits_for_a_file_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents, "_FILE_BYTES_MIN", 4 << 20)
     store, gate = opened(tmp_path, capacity_bytes=60 << 20), Gate()
     put(store, 1, 2)
     posix_fallocate = os.posix_fallocate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool_pagestore.core.hedging import HedgeDelay
+from kvpool_pagestore.engine.pulls import HedgeDelay
 
 
 def test_without_experience_the_least_delay_counts() -> None:
@@ -10,7 +10,7 @@ def test_without_experience_the_least_delay_counts() -> None:
     assert not HedgeDelay(0.0, 5.0).enabled
 
 
-def test_what_is_usually_slow_is_waited_for_longer_but_not_for_ever() -> None:
+def test_the_hedge_delay_follows_slow_pages_within_a_bound() -> None:
     delay = HedgeDelay(0.2, 5.0)
     for number in range(100):
         delay.note(0.5 if number % 10 else 1.0)

@@ -14,11 +14,10 @@ from kvpool_pagestore.core.admission import AdmissionRules
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.locations import LocationBuffer
 from kvpool_pagestore.core.page_table import ArenaLimits, PageTable
 from kvpool_pagestore.core.sessions import Session
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
-from kvpool_pagestore.engine_locations import Announcer, NodeTruth
+from kvpool_pagestore.engine.inventory import Announcer, Inventory, LocationBuffer
 from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, RecordingIndex, metadata, page_key
 
 
@@ -67,7 +66,7 @@ def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -
     book.admit(TENANT, KEYSPACE, SPEC)
     chunk = page_key(17).chunk_hash
     for staged in (0b001, 0b010, 0b111):
-        truth = NodeTruth(Announcer(RecordingIndex()), table_with(staged), book)
+        truth = Inventory(Announcer(RecordingIndex()), table_with(staged), book)
         (held,) = truth.locate(KEYSPACE, chunk)
         assert (held.shards, held.full_shards) == ((0, staged, 0), 0b001)
         ((change,),) = truth.of_keyspace(KEYSPACE)
@@ -79,7 +78,7 @@ def test_what_is_on_disk_is_listed_though_pages_come_and_go_meanwhile(monkeypatc
     disk_map = DiskMap(lambda key: 1, PageEvents(), lambda: 0)
     for number in range(20):
         disk_map.add(page_key(number), metadata(number))
-    chunks = NodeTruth(Announcer(RecordingIndex()), table_with(0, disk_map), KeyspaceBook()).chunks()
+    chunks = Inventory(Announcer(RecordingIndex()), table_with(0, disk_map), KeyspaceBook()).chunks()
     found = hashes(next(chunks))
     assert len(found) == 5
     disk_map.add(page_key(20), metadata(20))
@@ -94,7 +93,7 @@ def hashes(places: ChunkPlaces) -> set[bytes]:
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()))))
-def test_whoever_applies_the_changes_knows_the_truth(rounds: list[list[tuple[int, bool]]]) -> None:
+def test_applying_all_changes_yields_what_is_held(rounds: list[list[tuple[int, bool]]]) -> None:
     buffer, truth, known = LocationBuffer(), 0, 0
     for steps in rounds:
         for shard, present in steps:

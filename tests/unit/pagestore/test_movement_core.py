@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.grid import ShardGrid
-from kvpool_pagestore.core.pace import Pace
 from kvpool_pagestore.core.replication import (
     HeldChunk,
     Holder,
@@ -21,6 +20,7 @@ from kvpool_pagestore.core.replication import (
     pick,
     ranked,
 )
+from kvpool_pagestore.core.writeback import Pace
 from tests.fixtures.pagestore import page_key
 from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 
@@ -151,9 +151,9 @@ def test_a_full_queue_refuses() -> None:
 
 def test_a_chunk_is_hot_once_until_it_has_cooled() -> None:
     hot = HotChunks(uses_per_minute=60, capacity=10)
-    told = [hot.used(b"c", number * 0.5) for number in range(240)]  # two minutes at twice the rate
-    assert told.count(True) == 1 and told.index(True) < 120
-    assert not any(hot.used(b"c", 1000.0 + number) for number in range(20)), "it begins anew"
+    reported = [hot.used(b"c", number * 0.5) for number in range(240)]  # two minutes at twice the rate
+    assert reported.count(True) == 1 and reported.index(True) < 120
+    assert not any(hot.used(b"c", 1000.0 + number) for number in range(20)), "it starts from zero"
     assert any(hot.used(b"c", 1020.0 + number * 0.5) for number in range(120))
     assert not any(HotChunks(uses_per_minute=60, capacity=10).used(b"d", number * 3.0) for number in range(1000))
 

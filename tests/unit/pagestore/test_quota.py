@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.core.errors import InvalidRequest
-from kvpool_pagestore.core.quota import TenantQuotas
+from kvpool_pagestore.core.admission import TenantQuotas
 
 
 def test_tenants_have_their_own_and_all_others_one_alike() -> None:

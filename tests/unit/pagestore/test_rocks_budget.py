@@ -10,8 +10,7 @@ import pytest
 
 from kvpool.core.errors import KvPoolError, QuotaExceeded, StartupFailed
 from kvpool_pagestore.adapters.page_store import RocksPageStore, largest_batch_bytes, live_page_bytes, open_disk_tier
-from kvpool_pagestore.core.disk_budget import ExtentBudget
-from kvpool_pagestore.core.extents import BLOCK_BYTES
+from kvpool_pagestore.core.extents import BLOCK_BYTES, ExtentBudget
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, scanned
 
 CAPACITY_BYTES = 64 << 20
@@ -69,14 +68,14 @@ def test_the_files_never_outgrow_the_capacity_while_several_write_and_delete(tmp
 def test_small_pages_are_charged_for_their_records(tmp_path: Path) -> None:
     """Records, logs and tables of as many of the smallest pages as may be, written again and again, fit beside them."""
     store = opened(tmp_path, capacity_bytes=CAPACITY_BYTES)
-    count, told = store.live_limit_bytes // store.charged_bytes(1), list[KvPoolError | None]()
+    count, reported = store.live_limit_bytes // store.charged_bytes(1), list[KvPoolError | None]()
     with Watch(store) as watch:
         for first in range(0, 6 * count, count):
             store.delete_batch([key(number) for number in range(first - count, first)] if first else [])
             for start in range(first, first + count, 200):
                 batch = [page_write(number, b"x") for number in range(start, min(start + 200, first + count))]
-                store.put_batch(batch, lambda _, failure: told.append(failure))
-    assert told == [None] * 6 * count
+                store.put_batch(batch, lambda _, failure: reported.append(failure))
+    assert reported == [None] * 6 * count
     assert watch.highest_bytes <= CAPACITY_BYTES
     assert len(scanned(store)) == count > 1000
     store.close()

@@ -23,14 +23,14 @@ def no_space(*_: object) -> int:
 
 
 def put_failing(store: RocksPageStore, *numbers: int) -> list[KvPoolError | None]:
-    """What each page was told, in order."""
-    told: list[KvPoolError | None] = []
-    store.put_batch([page_write(number) for number in numbers], lambda _, failure: told.append(failure))
-    return told
+    """Write pages; return the result of each, in order."""
+    reported: list[KvPoolError | None] = []
+    store.put_batch([page_write(number) for number in numbers], lambda _, failure: reported.append(failure))
+    return reported
 
 
 def test_a_failed_sync_fails_every_batch_that_it_may_concern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel tells of lost writes once per open file: whoever shares a descriptor with another may miss it."""
+    """The kernel reports lost writes once per open file: a user of a shared descriptor may miss it."""
     store = opened(tmp_path)
     put(store, 1)
     both, told_of = threading.Barrier(2, timeout=PATIENCE_S), set[int]()
@@ -41,18 +41,18 @@ def test_a_failed_sync_fails_every_batch_that_it_may_concern(tmp_path: Path, mon
             told_of.add(descriptor)
             raise OSError(errno.EIO, "Input/output error")
 
-    told: dict[int, list[KvPoolError | None]] = {}
+    reported: dict[int, list[KvPoolError | None]] = {}
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", sync)
         threads = [
-            threading.Thread(target=lambda number=number: told.update({number: put_failing(store, number)}))
+            threading.Thread(target=lambda number=number: reported.update({number: put_failing(store, number)}))
             for number in (2, 3)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert [type(told[number][0]) for number in (2, 3)] == [StoreFault, StoreFault]
+    assert [type(reported[number][0]) for number in (2, 3)] == [StoreFault, StoreFault]
     put(store, 3)
     assert scanned(store) == {1, 3}
     store.close()

@@ -20,7 +20,7 @@ from tests.fixtures.patience import PATIENCE_S
 
 class LossyDisk:
     """Log files whose syncs fail when asked to. What a failed one should have written counts as written from then on,
-    as the kernel has it: no later sync writes it, nor tells of it."""
+    as the kernel has it: no later sync writes or reports it."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failures_left = 0
@@ -101,11 +101,11 @@ def test_a_sync_after_a_failed_one_does_not_vouch_for_what_that_one_lost(
     assert after_power_loss(disk, tmp_path / "copy", 5) == {0, 1, 2, 3, 4}
 
 
-def test_whoever_was_told_so_is_durable_though_syncs_at_the_same_time_failed(
+def test_what_was_reported_durable_is_durable_though_syncs_at_the_same_time_failed(
     database: RocksDatabase, disk: LossyDisk, tmp_path: Path
 ) -> None:
     disk.failures_left = 2
-    told, begin = set[int](), threading.Barrier(4)
+    reported, begin = set[int](), threading.Barrier(4)
 
     def work(first: int) -> None:
         begin.wait(PATIENCE_S)
@@ -115,17 +115,17 @@ def test_whoever_was_told_so_is_durable_though_syncs_at_the_same_time_failed(
                 database.sync_log()
             except StoreFault:
                 continue
-            told.add(number)
+            reported.add(number)
 
     threads = [threading.Thread(target=work, args=(first,)) for first in range(0, 20, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(told) >= 18 and told <= after_power_loss(disk, tmp_path / "copy", 20)
+    assert len(reported) >= 18 and reported <= after_power_loss(disk, tmp_path / "copy", 20)
 
 
-def test_one_who_waited_while_another_synced_is_told_when_its_own_records_are(
+def test_a_waiter_beside_another_sync_is_answered_when_its_own_records_are_synced(
     database: RocksDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fdatasync, sizes = os.fdatasync, list[int]()
@@ -150,7 +150,7 @@ def test_one_who_waited_while_another_synced_is_told_when_its_own_records_are(
     for thread in (first, *others):
         thread.join()
     (log,) = (tmp_path / "db").glob("*.log")
-    assert sizes[0] < log.stat().st_size == sizes[-1], "nobody synced what was written meanwhile"
+    assert sizes[0] < log.stat().st_size == sizes[-1], "what was written meanwhile was not synced"
 
 
 def test_logs_that_are_gone_are_not_held_open(database: RocksDatabase, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from kvpool.client.transfer_batches import (
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.page import PageKey
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
@@ -105,6 +106,27 @@ class PageTransferClient:
             error = self._attempts(batch, _ReadAttempt(request, batch, self._call_metadata(), stop), ends_at_s, stop)
             batch.fail_rest(error)
 
+    def verify_pages(
+        self, keyspaces: Keyspaces, keys: Sequence[PageKey], *, timeout_s: float, expected_incarnation: int = 0
+    ) -> None:
+        """Have the pagestore verify pages that came corrupt from it, and drop its bad copies. Raises KvPoolError."""
+        request = pb.ReadPagesRequest(
+            expected_incarnation=expected_incarnation,
+            keys=[key.pack() for key in keys[:_READ_KEYS_MAX]],
+            keyspaces=session_keyspaces_to_proto(keyspaces),
+            version=own_version_to_proto(),
+            verify=True,
+        )
+        with self._connected() as channel:
+            method = channel.unary_stream(_READ_PAGES, pb.ReadPagesRequest.SerializeToString, decode_page_frame)
+            call = method(request, timeout=timeout_s, metadata=self._call_metadata())
+            try:
+                for _ in range(len(request.keys)):
+                    if next(call, None) is None:
+                        break
+            finally:
+                call.cancel()
+
     def write_pages(
         self,
         keyspaces: Keyspaces,
@@ -114,11 +136,13 @@ class PageTransferClient:
         timeout_s: float,
         expected_incarnation: int = 0,
         require_durable: bool = False,
+        stop: CancelToken | None = None,
     ) -> None:
         """Write pages. Never raises a KvPoolError: what goes wrong is reported per item.
 
         After a broken stream a page whose answer was lost is sent again, and answered with EXISTS.
-        require_durable: RESERVED and EXISTS come only once the page is on the peer's disk.
+        require_durable: RESERVED and EXISTS come only once the page is on the peer's disk. Once `stop` is stopped, what
+        has not settled is reported as Stopped; no page is read after the return.
         """
         opening = pb.WritePagesOpen(
             expected_incarnation=expected_incarnation,
@@ -127,7 +151,8 @@ class PageTransferClient:
             version=own_version_to_proto(),
         )
         batch = WriteBatch(items, opening, on_page, self._frame_bytes)
-        error = self._attempts(batch, _WriteAttempt(batch, self._call_metadata()), time.monotonic() + timeout_s)
+        attempt = _WriteAttempt(batch, self._call_metadata(), stop)
+        error = self._attempts(batch, attempt, time.monotonic() + timeout_s, stop)
         batch.fail_rest(error)
 
     def _call_metadata(self) -> tuple[tuple[str, str], ...]:
@@ -263,18 +288,27 @@ class _ReadAttempt:
 class _WriteAttempt:
     """One WritePages call for what a batch has not settled."""
 
-    def __init__(self, batch: WriteBatch, metadata: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, batch: WriteBatch, metadata: tuple[tuple[str, str], ...], stop: CancelToken | None) -> None:
         self._batch = batch
         self._metadata = metadata
+        self._stop = stop
 
     def __call__(self, channel: grpc.Channel, timeout_s: float) -> None:
         method: grpc.StreamStreamMultiCallable[bytes, pb.WritePagesResponse] = channel.stream_stream(
             _WRITE_PAGES, None, pb.WritePagesResponse.FromString
         )
         call = method(self._batch.begin(), timeout=timeout_s, metadata=self._metadata)
+        stop = self._stop
+        remove = stop.on_cancel(call.cancel) if stop is not None else None
         try:
             for response in call:
                 self._batch.take(response)
+        except grpc.RpcError as error:
+            if stop is None or not stop.cancelled:
+                raise
+            raise Stopped("the transfer was stopped") from error  # which says nothing about the connection
         finally:
+            if remove is not None:
+                remove()
             call.cancel()
             self._batch.end_attempt()

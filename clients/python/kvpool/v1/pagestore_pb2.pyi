@@ -1890,10 +1890,15 @@ class ReadPagesRequest(_message.Message):
     FRAME_BYTES_FIELD_NUMBER: _builtins.int
     KEYSPACES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
     expected_incarnation: _builtins.int
     """Incarnation the reader expects, from a match; 0 means any."""
     frame_bytes: _builtins.int
     """Payload piece of one frame: 64 KiB to 4 MiB; 0 means 1 MiB."""
+    verify: _builtins.bool
+    """Verify the pages here instead of sending them: for a reader that received pages which fail their sums. A copy that fails
+    is dropped and answers OUTCOME_MISS with PAGE_CORRUPT; a page that verifies stays, and answers OUTCOME_HIT without bytes.
+    """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Page keys of 34 bytes; at most 1024."""
@@ -1914,10 +1919,11 @@ class ReadPagesRequest(_message.Message):
         frame_bytes: _builtins.int = ...,
         keyspaces: _abc.Iterable[Global___SessionKeyspace] | None = ...,
         version: _common_pb2.PeerVersion | None = ...,
+        verify: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "frame_bytes", b"frame_bytes", "keys", b"keys", "keyspaces", b"keyspaces", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "frame_bytes", b"frame_bytes", "keys", b"keys", "keyspaces", b"keyspaces", "verify", b"verify", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from kvpool_gpuagent.adapters.budget import Budget
 _log = logging.getLogger(__name__)
 
 STREAM_THREADS = 4
+_VERIFY_TIMEOUT_S = 1.0  # for a source to verify pages that came corrupt from it: the load's next source waits for that
 
 
 class BounceBuffers:
@@ -194,6 +196,7 @@ class PageReading:
     async def _read(self, source: RemoteSource, positions: Sequence[int]) -> None:
         """Ask one source; what it has is answered."""
         pages = [PageToRead(key=self._requests[at].key, destination=self._pages[at]) for at in positions]
+        corrupt: list[PageKey] = []
 
         def on_page(item: int, error: KvPoolError | None, hit: bool) -> None:
             if hit:
@@ -201,6 +204,7 @@ class PageReading:
                 fault = verify(pages[item].destination, request.key, self._keyspace[1].codec, request.payload_bytes)
                 if fault is not None:
                     error, hit = PageCorrupt(f"page {request.key} fails its check: {fault}"), False
+                    corrupt.append(request.key)
             self._loop.call_soon_threadsafe(self._answered, positions[item], source, error, hit)
 
         def read() -> None:
@@ -215,6 +219,11 @@ class PageReading:
             client.read_pages(
                 [self._keyspace], pages, on_page, timeout_s=remaining_s, expected_incarnation=source.incarnation
             )
+            if corrupt:  # else the source would announce them again and again
+                with suppress(KvPoolError):
+                    client.verify_pages(
+                        [self._keyspace], corrupt, timeout_s=_VERIFY_TIMEOUT_S, expected_incarnation=source.incarnation
+                    )
 
         await self._peers.run(read)
 

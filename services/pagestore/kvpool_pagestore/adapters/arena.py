@@ -1,4 +1,4 @@
-"""Arena segments as sealed memory files, and the session files that tell whether a peer still maps them.
+"""Arena segments as sealed memory files, and the session files that show whether a peer still maps them.
 
 A segment has no name: its memory lives for as long as this process or a peer has its descriptor or maps it. So that a
 process that follows a killed one knows what peers keep alive, each session has a record of the segments that its peer
@@ -62,7 +62,7 @@ class MemfdArena:
 
     directory: on a file system in memory, because session files are written on the event loop; made if needed, mode
     0700. It has to outlive the process, or segments that peers of a killed process map are not counted. root: where
-    /proc and /sys are looked for.
+    /proc and /sys are searched for.
     """
 
     def __init__(self, directory: Path, locks: SessionLocks, root: Path = Path("/")) -> None:
@@ -151,7 +151,7 @@ class MemfdArena:
             for record in self._directory.glob(f"{_RECORD_PREFIX}*"):
                 record.unlink()
             (self._directory / _LOCK_NAME).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # somebody else keeps something there
+            with contextlib.suppress(OSError):  # there are other files in it
                 self._directory.rmdir()
         os.close(self._lock_fd)
         self._lock_fd = -1
@@ -260,7 +260,7 @@ def _populate(mapping: _Mapping, is_wanted: Callable[[], bool], check_memory: Ca
             check_memory(piece_bytes)
             if huge:
                 _libc.madvise(address + offset, piece_bytes, _MADV_POPULATE_WRITE)
-            # Reserves what is not there yet, or says why it cannot: populating does not tell no room from other faults.
+            # Reserves what is missing, or says why it cannot: populating reports a lack of room like any other fault.
             os.posix_fallocate(mapping.fd, offset, piece_bytes)
             if not huge:
                 _libc.madvise(address + offset, piece_bytes, _MADV_POPULATE_WRITE)

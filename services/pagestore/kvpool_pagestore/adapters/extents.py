@@ -22,8 +22,7 @@ from kvpool.core.errors import PageCorrupt, StartupFailed, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.file_io import Descriptors, allows_direct, make_directories, sync_directory
 from kvpool_pagestore.adapters.records import UsedBlocks
-from kvpool_pagestore.core.disk_budget import ExtentBudget
-from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent, FreeExtents
+from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent, ExtentBudget, FreeExtents
 
 _log = logging.getLogger(__name__)
 
@@ -232,7 +231,7 @@ class ExtentBlocks:
             return [tuple(self._free.take(count)) for count in wanted]
 
     def take_new(self, wanted: Sequence[int]) -> list[Extents] | None:
-        """As `take`, but makes files as far as the budget allows. Raises StoreFault if one cannot be made."""
+        """Do as `take`, but make files as far as the budget allows. Raises StoreFault if one cannot be made."""
         with self._growing:
             taken = self.take(wanted)
             while taken is None and self._grow(sum(wanted)):
@@ -245,12 +244,12 @@ class ExtentBlocks:
             self._grow(self._missing_blocks)
 
     def give(self, extents: Iterable[Extent]) -> None:
-        """Nobody knows of them any more."""
+        """Free extents that no record names."""
         with self._lock:
             self._free.give(extents)
 
     def give_unless_read(self, freed: Sequence[tuple[PageKey, Extents]]) -> None:
-        """Nobody finds them any more; who is reading a page of that key may still be in them."""
+        """Free extents once their readers have left: no new reader finds them."""
         for start in range(0, len(freed), _GIVEN_AT_ONCE):
             with self._lock:
                 for key, extents in freed[start : start + _GIVEN_AT_ONCE]:

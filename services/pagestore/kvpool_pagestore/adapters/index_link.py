@@ -11,15 +11,27 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.retry import Backoff
 from kvpool.client.tls import TlsCredentials
-from kvpool.core.cluster import LocationChange, NodeInfo, NodeLoad, RemoteSource
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreFault, StoreUnavailable
+from kvpool.core.cluster import (
+    ChainMatch,
+    ChainQuery,
+    LiveNode,
+    Location,
+    LocationChange,
+    NodeInfo,
+    NodeKind,
+    NodeLoad,
+    RemoteSource,
+)
+from kvpool.core.errors import DeadlineExceeded, KeyspaceUnknown, KvPoolError, StoreFault, StoreUnavailable
 from kvpool.core.keyspace import keyspace_id
+from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.policy import VersionedPolicy
 from kvpool.core.tracing import NO_TRACER, Tracer
-from kvpool_pagestore.core.reconciliation import ReconcileFigures
+from kvpool_pagestore.core.replication import HeldChunk, Holder
 from kvpool_server.node.chunk_directory import LocationTruth
 from kvpool_server.node.node_link import NodeLink, NodeLinkConfig
+from kvpool_server.node.reconciler import Reconciler
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +46,9 @@ class Registrant:
     truth: LocationTruth
     on_superseded: Callable[[BaseException], None]
     on_policy_version: Callable[[int], None]
-    adopt: Callable[[int], Awaitable[None]]  # serve under a granted incarnation; raises StoreFault if it cannot be kept
+    adopt: Callable[
+        [int], Awaitable[None]
+    ]  # serve under a granted incarnation; raises StoreFault if it cannot be made durable
 
 
 class NodeIndexLink:
@@ -73,7 +87,7 @@ class NodeIndexLink:
         return replace(self._node, incarnation=self._link.incarnation)
 
     async def set_draining(self, draining: bool) -> None:
-        """Register the node anew as one that placement passes over, or not any more. Raises StoreUnavailable."""
+        """Register the node again as one that placement skips, or as a normal one. Raises StoreUnavailable."""
         link, node = self._registered(), self._node
         if node is None or node.draining is draining:
             return
@@ -117,17 +131,9 @@ class NodeIndexLink:
         if self._link is not None:
             self._link.announce(changes)
 
-    def reconcile_figures(self) -> ReconcileFigures | None:
-        """How the comparison with the index goes; None before `register`. May be called from any thread."""
-        if self._link is None:
-            return None
-        rounds = self._link.reconciler
-        return ReconcileFigures(
-            age_s=rounds.age_s,
-            last_round_s=rounds.last_round_s,
-            round_count=rounds.round_count,
-            replaced_ranges=rounds.replaced_count,
-        )
+    def reconciler(self) -> Reconciler | None:
+        """What compares this node with the index; None before `register`. Its figures may be read from any thread."""
+        return self._link.reconciler if self._link is not None else None
 
     async def wait_announced(self) -> None:
         await self._registered().wait_announced(self._timeout_s)
@@ -152,11 +158,11 @@ class NodeIndexLink:
         if not lost or self._registrant is None:
             return found
         encodings = ((keyspace_id(each), each) for each in self._registrant.truth.keyspace_encodings())
-        kept = [(encoding, lost[at]) for at, encoding in encodings if at in lost]
-        if not kept:
+        restored = [(encoding, lost[at]) for at, encoding in encodings if at in lost]
+        if not restored:
             return found
         node_id, incarnation = self._registrant.node.node_id, self._registered().incarnation
-        await self._client.restore_keyspace_policies(node_id, incarnation, kept, timeout_s=self._timeout_s)
+        await self._client.restore_keyspace_policies(node_id, incarnation, restored, timeout_s=self._timeout_s)
         return await self._client.get_keyspace_policies(keyspaces, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
@@ -181,7 +187,7 @@ class NodeIndexLink:
                 await link.start(None, adopt=registrant.adopt)
                 return
             except StoreFault as error:
-                _log.error("the granted incarnation was not kept on disk; registering again: %s", error)
+                _log.error("the granted incarnation was not made durable; registering again: %s", error)
             except KvPoolError as error:
                 _log.error("the index refuses this node, which stays unknown to others: %s", error)
                 return
@@ -210,3 +216,66 @@ class NoIndex:
 
     async def close(self) -> None:
         pass
+
+
+class IndexPlacement:
+    """A ports.Placement over the node's link to the index."""
+
+    def __init__(self, link: NodeIndexLink) -> None:
+        self._link = link
+
+    def me(self) -> NodeInfo | None:
+        return self._link.registered
+
+    async def nodes(self) -> Sequence[LiveNode]:
+        return await self._link.client.list_nodes(NodeKind.PAGESTORE)
+
+    async def holders(self, runs: Sequence[Sequence[HeldChunk]]) -> list[list[Holder]]:
+        """A chunk that the index does not know ends a match; what follows it is asked for with the next questions."""
+        found: list[list[list[Holder]]] = [[] for _ in runs]
+        stream = self._link.client.match_stream
+        while asked := [at for at, run in enumerate(runs) if len(found[at]) < len(run)]:
+            queries = [_query(runs[at][len(found[at]) :]) for at in asked]
+            answers = await stream.match_many(queries, timeout_s=self._link.timeout_s)
+            for at, answer in zip(asked, answers, strict=True):
+                if isinstance(answer, KeyspaceUnknown):  # no client has opened it since the index lost what it knew
+                    found[at] += [[]] * (len(runs[at]) - len(found[at]))
+                    continue
+                if isinstance(answer, KvPoolError):
+                    raise answer
+                for run in answer.runs:
+                    found[at] += [_holders(run.locations, answer)] * run.chunk_count
+                if len(found[at]) < len(runs[at]):
+                    found[at].append([])
+        return [holders for one in found for holders in one]
+
+    async def set_draining(self, draining: bool) -> None:
+        await self._link.set_draining(draining)
+
+    async def leave(self) -> None:
+        await self._link.leave()
+
+
+def _query(chunks: Sequence[HeldChunk]) -> ChainQuery:
+    first = chunks[0]
+    return ChainQuery(
+        keyspace=first.keyspace,
+        chunk_hashes=b"".join(chunk.chunk_hash for chunk in chunks),
+        first_chunk_index=first.chunk_index,
+        group_head_hash=first.group_head_hash,
+        shards=first.shards,
+    )
+
+
+def _holders(locations: Sequence[Location], match: ChainMatch) -> list[Holder]:
+    disk: dict[bytes, int] = {}
+    staging: dict[bytes, int] = {}
+    for one in locations:
+        if one.tier in (Tier.DISK, Tier.STAGING):
+            shards = disk if one.tier is Tier.DISK else staging
+            shards[one.node_id] = shards.get(one.node_id, 0) | one.shards
+    return [
+        Holder(node=match.nodes[node_id], disk_shards=disk.get(node_id, 0), staging_shards=staging.get(node_id, 0))
+        for node_id in dict.fromkeys((*disk, *staging))
+        if node_id in match.nodes
+    ]

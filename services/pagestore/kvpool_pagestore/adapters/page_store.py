@@ -12,6 +12,7 @@ from typing import Final
 
 from rocksdict import WriteBatch
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, StartupFailed, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
@@ -32,9 +33,9 @@ from kvpool_pagestore.adapters.records import (
 )
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, row_blocks, rows, store_faults
 from kvpool_pagestore.adapters.salvage import Sidecar, salvage_records
-from kvpool_pagestore.core.disk_budget import ExtentBudget, charged_bytes, page_blocks
-from kvpool_pagestore.core.extents import Extent
-from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPages
+from kvpool_pagestore.core.extents import Extent, ExtentBudget, charged_bytes, page_blocks
+from kvpool_pagestore.core.stored_pages import StoredPages
+from kvpool_pagestore.ports import OnDurable, PageWrite
 
 _log = logging.getLogger(__name__)
 
@@ -186,8 +187,8 @@ class _Pages:
 
     The lock guards changes of records: it is never held over page bytes, a sync, or the making of a file.
 
-    An extent is used again only when the change of records that freed it is synced and nobody reads it any more, so
-    that neither a power loss nor a slow reader can find another page's bytes where it looks for its own.
+    An extent is used again only when the change of records that freed it is synced and no reader is left, so
+    that neither a power loss nor a slow reader can find another page's bytes where it expects its own.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class _Pages:
             self._blocks.end_reading(key)
 
     def set_metadata(self, changes: Iterable[tuple[PageKey, PageMetadata]]) -> None:
-        """Replace what is kept beside pages, synced; absent pages are passed over. Raises StoreFault."""
+        """Replace the metadata of pages, synced; absent pages are skipped. Raises StoreFault."""
         batch = WriteBatch(raw_mode=True)
         with self._lock:
             for key, metadata in changes:
@@ -414,7 +415,7 @@ class _Pages:
         return PageRecord.decode(encoded) if encoded is not None else None
 
     def _record_or_damaged(self, key: PageKey) -> PageRecord | None:
-        """As `_record`, but a damaged one counts as none: it is about to be replaced or deleted."""
+        """Do as `_record`, but ignore a damaged one: it is about to be replaced or deleted."""
         try:
             return self._record(key)
         except PageCorrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +13,15 @@ from kvpool.client.tls import TlsCredentials
 from kvpool.client.transfer import PageToRead, PageTransferClient
 from kvpool.client.transfer_batches import PageToWrite
 from kvpool.core.cancel import CancelToken
+from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable, SessionBusy
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
+from kvpool.core.page import PageKey
 from kvpool.core.tracing import NO_TRACER, Tracer
-from kvpool_pagestore.ports import PullItem, PushItem, RemoteSource
+from kvpool_pagestore.ports import PageWrite, PullItem
+
+_log = logging.getLogger(__name__)
 
 _PEERS_MAX: Final = 32  # connections kept; those of peers long unused are closed first
 
@@ -71,22 +76,33 @@ class GrpcPeerPages:
         except KvPoolError as error:  # before anything was asked for: read_pages itself raises none
             _fail_all(len(pages), error, on_page)
 
+    def verify(self, source: RemoteSource, spec: KeyspaceSpec, keys: Sequence[PageKey], deadline_s: float) -> None:
+        """`deadline_s`: seconds from now."""
+        try:
+            with self._peer(source.bulk_endpoint) as client:
+                client.verify_pages(
+                    [(keys[0].keyspace, spec)], keys, timeout_s=deadline_s, expected_incarnation=source.incarnation
+                )
+        except KvPoolError as error:
+            _log.warning("%s did not verify pages that came corrupt from it: %s", source.bulk_endpoint, error)
+
     def push(
         self,
         target: RemoteSource,
         spec: KeyspaceSpec,
-        items: Sequence[PushItem],
+        items: Sequence[PageWrite],
         deadline_s: float,
         *,
         require_durable: bool,
         on_page: Callable[[int, KvPoolError | None], None],
+        stop: CancelToken,
     ) -> None:
         """`deadline_s`: seconds from now. All items are of one keyspace."""
         pages = [PageToWrite(key=item.key, page=item.page, metadata=item.metadata) for item in items]
 
         def on_written(index: int, admission: Admission, error: KvPoolError | None) -> None:
             if error is None and admission is Admission.PENDING:
-                error = SessionBusy("the page is being written there by somebody else")
+                error = SessionBusy("another writer is writing the page there")
             on_page(index, error)
 
         try:
@@ -98,6 +114,7 @@ class GrpcPeerPages:
                     timeout_s=deadline_s,
                     expected_incarnation=target.incarnation,
                     require_durable=require_durable,
+                    stop=stop,
                 )
         except KvPoolError as error:  # before anything was sent: write_pages itself raises none
             for index in range(len(pages)):

@@ -22,12 +22,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import PageCorrupt
 from kvpool.core.page import KEY_BYTES, PageKey
-from kvpool_pagestore.core.disk_budget import TRAILER_BYTES
-from kvpool_pagestore.core.extents import Extent
+from kvpool_pagestore.core.extents import TRAILER_BYTES, Extent
 from kvpool_pagestore.core.kept_metadata import METADATA_COLUMNS, full_metadata, pack_metadata, unpack_metadata
-from kvpool_pagestore.ports import PageMetadata
 
 RECORDS: Final = "records"
 SALVAGED: Final = "salvaged"
@@ -65,7 +64,7 @@ _NAMED_PREFIX: Final = b"named:"
 
 @dataclass(frozen=True, slots=True)
 class PageRecord:
-    """Where a page is, and what is kept beside it."""
+    """Where a page is, and its metadata."""
 
     page_bytes: int
     number: int  # of the write: the higher one of two is the newer
@@ -191,7 +190,7 @@ class Trailer:
 
 
 def pack_trailer(trailer: Trailer, secret: bytes) -> bytes:
-    """TRAILER_BYTES bytes. What nobody without the secret can write: a page could contain what looks like one."""
+    """TRAILER_BYTES bytes. It cannot be written without the secret: a page could contain what looks like one."""
     record = trailer.record
     if len(record.extents) > _TRAILER_EXTENTS:
         record = replace(record, extents=())

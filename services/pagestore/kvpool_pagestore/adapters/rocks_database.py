@@ -109,7 +109,7 @@ class RocksDatabase:
         return self._families[name]
 
     def handle(self, name: str) -> ColumnFamily:
-        """Of a family, for write batches."""
+        """Return the handle of a column family, for write batches."""
         return self._handles[name]
 
     def recreate_family(self, name: str) -> None:
@@ -180,7 +180,7 @@ class RocksDatabase:
                 self.family(name).flush(wait=True)
 
     def _open_or_repair(self) -> tuple[Rdict, dict[str, Rdict]]:
-        """Damage to what names the files is repaired from the files; if that fails too, the database begins anew."""
+        """Repair damage to what names the files from the files; if that fails too, create an empty database."""
         try:
             return self._open()
         except PageCorrupt as damage:
@@ -191,7 +191,7 @@ class RocksDatabase:
                 Rdict.repair(str(self.directory), self._options)
             return self._open()
         except (PageCorrupt, StoreFault) as damage:
-            _log.error("the database of the disk tier is lost and begins anew: %s", damage.message)
+            _log.error("the database of the disk tier is lost; starting with an empty one: %s", damage.message)
         try:
             for path in self.directory.iterdir():
                 if path.is_file() and path.name not in ("LOCK", _INCOMPLETE_NAME):
@@ -330,7 +330,7 @@ def _allocated_bytes(path: str) -> int:
 class DatabaseLog:
     """The log files of one database. Thread-safe; a sync covers all who asked for one before it began.
 
-    The kernel tells of a lost write once per open file and takes what it could not write for written: a later sync says
+    The kernel reports a lost write once per open file and takes what it could not write for written: a later sync says
     nothing of it, and records behind the gap would not be found again. So files stay open from their first sync until
     they are gone (their blocks with them, at the next sync), and after a failure nothing is durable before all that the
     log should hold has been written elsewhere.
@@ -363,7 +363,7 @@ class DatabaseLog:
             try:
                 if was_broken:
                     self._rewrite()
-                    _log.warning("the log in %s was written anew", self._directory)
+                    _log.warning("the log in %s was rewritten", self._directory)
                 else:
                     self._sync_files()
             except BaseException:
@@ -396,7 +396,7 @@ class DatabaseLog:
 
 
 def _options(cache: Cache) -> Options:
-    """Of each family."""
+    """Return the options of each family."""
     options = Options(raw_mode=True)
     table = BlockBasedOptions()
     table.set_block_cache(cache)

@@ -1,4 +1,4 @@
-"""Damage to the records of pages in extents: what RocksDB cannot tell any more is found again behind the pages."""
+"""Damage to the records of pages in extents: what RocksDB has lost is found again behind the pages."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from kvpool_pagestore.adapters.records import (
     unpack_trailer,
 )
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, rows, store_faults
-from kvpool_pagestore.core.disk_budget import TRAILER_BYTES
-from kvpool_pagestore.core.extents import BLOCK_BYTES
+from kvpool_pagestore.core.extents import BLOCK_BYTES, TRAILER_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -89,8 +88,8 @@ class Sidecar:
         return {keyspace: _ALL if number is None else number for keyspace, number in self._cleared().items()}
 
     def _cleared(self) -> dict[bytes, int | None]:
-        kept = self._files.kept(_CLEARED_SUFFIX)
-        return {bytes.fromhex(name.removesuffix(_CLEARED_SUFFIX)): _integer(text) for name, text in kept.items()}
+        values = self._files.kept(_CLEARED_SUFFIX)
+        return {bytes.fromhex(name.removesuffix(_CLEARED_SUFFIX)): _integer(text) for name, text in values.items()}
 
 
 def _integer(text: bytes) -> int | None:
@@ -153,7 +152,7 @@ def _collect(database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, *, i
                 continue
             extents = trailer.record.extents
             if extents and (extents[-1].file, extents[-1].start + extents[-1].block_count) != (file, block + 1):
-                continue  # lies elsewhere than it says: somebody copied files
+                continue  # lies elsewhere than it says: files were copied
             found.append(trailer)
         if len(found) >= _BATCH_ROWS:
             _write_rows(database, found, is_lost=is_lost)

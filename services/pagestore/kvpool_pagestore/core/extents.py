@@ -1,4 +1,4 @@
-"""Which parts of the disk tier's files are free, in blocks of 4 KiB."""
+"""Blocks of the disk tier: its capacity divided between pages and all else, and which blocks are free."""
 
 from __future__ import annotations
 
@@ -10,6 +10,51 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+TRAILER_BYTES: Final = 256  # behind each page, for finding it again without RocksDB
+
+_FIXED_BYTES: Final = 24 << 20  # logs, write buffers on their way into tables, the manifest
+_RECORD_SHARE: Final = 64  # one part in this many of the rest is for records
+_RECORD_BYTES: Final = 400  # of one page: 140 and what compaction has beside them at its worst, with room
+_SLACK_SHARE: Final = 32  # one part in this many of the blocks is of pages just being deleted
+_FILES: Final = 16  # about so many; a large tier has larger files, within bounds
+_FILE_BYTES_MIN: Final = 64 << 20
+_FILE_BYTES_MAX: Final = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentBudget:
+    """The files of page bytes within a capacity."""
+
+    capacity_bytes: int
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of all files together, at most."""
+        beside_bytes = _FIXED_BYTES + max(0, self.capacity_bytes - _FIXED_BYTES) // _RECORD_SHARE
+        return max(0, self.capacity_bytes - beside_bytes) // BLOCK_BYTES
+
+    @property
+    def file_block_count(self) -> int:
+        """Blocks of one file; the last one may have less."""
+        size_bytes = self.block_count * BLOCK_BYTES // _FILES
+        return min(max(size_bytes, _FILE_BYTES_MIN), _FILE_BYTES_MAX) // BLOCK_BYTES
+
+    @property
+    def live_limit_bytes(self) -> int:
+        """What pages may be charged together (`charged_bytes`)."""
+        return (self.block_count - self.block_count // _SLACK_SHARE) * BLOCK_BYTES
+
+
+def page_blocks(page_bytes: int) -> int:
+    """Blocks of one page with its trailer."""
+    return blocks_of(page_bytes + TRAILER_BYTES)
+
+
+def charged_bytes(page_bytes: int) -> int:
+    """What one page counts towards the budget: its blocks, and for a small page as many as its record is worth."""
+    return max(page_blocks(page_bytes) * BLOCK_BYTES, _RECORD_BYTES * _RECORD_SHARE)
+
 
 BLOCK_BYTES: Final = 4096
 _START_BITS: Final = 40
@@ -47,7 +92,7 @@ class _Same:
 
 
 class FreeExtents:
-    """Free extents; neighbours are joined. An extent is either free here or somebody's.
+    """Free extents; neighbours are joined. An extent is either free here or in use.
 
     Asked for so many blocks it gives the smallest free extent that is large enough, so that pages of one size take each
     other's places exactly; where none is, the largest ones together. Nothing ever has to be moved to make room.
@@ -93,7 +138,7 @@ class FreeExtents:
             self._insert(file, start, count)
 
     def give_around(self, file: int, count: int, used: npt.NDArray[np.int64]) -> list[Extent]:
-        """A file of `count` blocks of which those in `used` ([N, 3]: file, start, count; by start) are somebody's.
+        """A file of `count` blocks of which those in `used` ([N, 3]: file, start, count; by start) are in use.
 
         Answers the extents that overlap one before them or stick out of the file: they are no page's.
         """

@@ -1,4 +1,4 @@
-"""What is kept beside a page, packed: as records, trailers and the map of the disk tier have it. Pure.
+"""Metadata of a page, packed as records, trailers and the map of the disk tier have it. Pure.
 
 A start takes ten million records into the map: they come in columns, as they lie on disk.
 """
@@ -14,7 +14,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import PageCorrupt
 
 _METADATA: Final = struct.Struct("<16sq16sqiqqq")
-_METADATA_V1: Final = struct.Struct("<16sq16sqiq")  # before prompt_tokens and expires_us; told apart by its length
+_METADATA_V1: Final = struct.Struct("<16sq16sqiq")  # before prompt_tokens and expires_us; distinguished by its length
 _ABSENT: Final = bytes(_METADATA.size - _METADATA_V1.size)
 METADATA_COLUMNS: Final = np.dtype(
     [
@@ -30,16 +30,16 @@ METADATA_COLUMNS: Final = np.dtype(
 )
 
 
-def pack_metadata(kept: PageMetadata) -> bytes:
+def pack_metadata(metadata: PageMetadata) -> bytes:
     """The bytes of one item of METADATA_COLUMNS."""
     return _METADATA.pack(
-        kept.parent_hash, kept.chunk_index, kept.group_head_hash, kept.ttl_ms, kept.priority, kept.pinned_until_us,
-        kept.prompt_tokens, kept.expires_us,
+        metadata.parent_hash, metadata.chunk_index, metadata.group_head_hash, metadata.ttl_ms, metadata.priority,
+        metadata.pinned_until_us, metadata.prompt_tokens, metadata.expires_us,
     )  # fmt: skip
 
 
 def full_metadata(packed: bytes) -> bytes:
-    """The same as this version packs it. Raises PageCorrupt for bytes that no version of this code wrote."""
+    """Return packed metadata in the current form. Raises PageCorrupt for bytes that no version of this code wrote."""
     if len(packed) == _METADATA_V1.size:
         packed += _ABSENT
     if len(packed) != _METADATA.size:

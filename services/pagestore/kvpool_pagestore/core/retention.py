@@ -1,4 +1,4 @@
-"""What is kept longer or shorter than eviction alone would: when pages expire, and how much is pinned. Time is passed
+"""What stays longer or shorter than eviction alone decides: when pages expire, and how much is pinned. Time is passed
 in, as wall time in microseconds."""
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ def with_defaults(metadata: PageMetadata, default: Retention, now_us: int) -> Pa
     return replace(metadata, expires_us=Retention(ttl_ms=metadata.ttl_ms).expires_us(now_us))
 
 
-def extended(kept: PageMetadata, wanted: PageMetadata) -> PageMetadata:
+def extended(current: PageMetadata, wanted: PageMetadata) -> PageMetadata:
     """What holds after a page was asked to be stored again: of each wish, the one that keeps it longer."""
-    if kept == wanted:
-        return kept
-    forever = not kept.expires_us or not wanted.expires_us
-    longer = kept if kept.ttl_ms >= wanted.ttl_ms else wanted
+    if current == wanted:
+        return current
+    forever = not current.expires_us or not wanted.expires_us
+    longer = current if current.ttl_ms >= wanted.ttl_ms else wanted
     return replace(
-        kept,
+        current,
         ttl_ms=0 if forever else longer.ttl_ms,
-        expires_us=0 if forever else max(kept.expires_us, wanted.expires_us),
-        priority=max(kept.priority, wanted.priority),
-        pinned_until_us=max(kept.pinned_until_us, wanted.pinned_until_us),
-        prompt_tokens=max(kept.prompt_tokens, wanted.prompt_tokens),
+        expires_us=0 if forever else max(current.expires_us, wanted.expires_us),
+        priority=max(current.priority, wanted.priority),
+        pinned_until_us=max(current.pinned_until_us, wanted.pinned_until_us),
+        prompt_tokens=max(current.prompt_tokens, wanted.prompt_tokens),
     )
 
 
 def inherited(asked: PageMetadata, owners: PageMetadata | None) -> PageMetadata:
     """Metadata of a page pulled from its owner: retention is the owner's, if it said any; a pin stays where it is.
 
-    asked: of the reader that the page is pulled for, who has no say in how long it is kept.
+    asked: metadata of the reader's request, which does not decide how long the page stays.
     """
     if owners is None:
         return replace(asked, pinned_until_us=0)
@@ -110,7 +110,7 @@ class _Times:
 class ExpiryQueue(_Times):
     """Chunks (by keyspace id + chunk hash) in the order in which they may expire.
 
-    `take_due`: chunks that may have expired; look at what is kept beside them, and add them again if they have not.
+    `take_due`: chunks that may have expired; check their metadata, and add them again if they have not.
     """
 
     def add(self, name: bytes, expires_us: int) -> None:

@@ -354,7 +354,7 @@ class SegmentTable:
 
     @property
     def prepared_bytes(self) -> int:
-        """Of segments that belong to no tenant yet."""
+        """Bytes of segments that belong to no tenant yet."""
         return sum(one.size_bytes for one in self._vacant.get("", {}).values())
 
     def reapable(self) -> list[Segment]:

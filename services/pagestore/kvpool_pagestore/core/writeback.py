@@ -13,8 +13,21 @@ from math import inf
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.pace import Pace
 from kvpool_pagestore.core.slots import PageRecord, Slot
+
+
+class Pace:
+    """Spaces work so that it stays at a rate: no burst is saved up. Time is passed in."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+
+    def wait_s(self, size_bytes: int, now_s: float) -> float:
+        """Book work of this size; how long to wait before it begins."""
+        begins_s = max(now_s, self._free_s)
+        self._free_s = begins_s + size_bytes / self._bytes_per_s
+        return begins_s - now_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +75,7 @@ class DirtyPage:
 
     @property
     def metadata(self) -> PageMetadata:
-        """What is kept beside the page by now."""
+        """The page's current metadata."""
         return self.slot.page.metadata if self.wanted else self.record.metadata
 
 

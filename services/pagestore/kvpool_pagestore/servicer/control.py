@@ -20,9 +20,9 @@ from kvpool.wire.convert import (
     page_key_from_proto,
     page_metadata_to_proto,
 )
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_listing import MAX_MOST_READ
-from kvpool_pagestore.engine_retention import MAX_PIN_CHUNKS
+from kvpool_pagestore.engine.inventory import MAX_MOST_READ
+from kvpool_pagestore.engine.retention import MAX_PIN_CHUNKS
+from kvpool_pagestore.engine.store import PageStoreEngine
 from kvpool_pagestore.servicer.messages import (
     chunk_hash_from_proto,
     evict_target_from_proto,
@@ -37,7 +37,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
-    """`tenant` tells whose call is being handled."""
+    """`tenant` returns the tenant of the current call."""
 
     def __init__(
         self, engine: PageStoreEngine, tenant: Callable[[], str], limits: SessionLimits, tracer: Tracer = NO_TRACER
@@ -92,7 +92,7 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
         return pb.PrefetchResponse(started_count=self._engine.prefetch.start(self._tenant(), keys))
 
     async def Pin(self, request: pb.PinRequest, context: _Context) -> pb.PinResponse:
-        page_count = await self._engine.retained.pin(
+        page_count = await self._engine.retention.pin(
             self._tenant(),
             check_id(request.keyspace_id, "keyspace_id"),
             convert_items(request.chunk_hashes, chunk_hash_from_proto, "chunk hash", most=MAX_PIN_CHUNKS),

@@ -20,11 +20,11 @@ from kvpool.wire.convert_keyspace import session_keyspace_from_proto
 from kvpool.wire.convert_spans import MAX_SOURCES, remote_source_from_proto
 from kvpool.wire.versions import check_peer_version
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_acquire import Acquired
-from kvpool_pagestore.engine_evict import MAX_EVICT_CHUNKS, EvictTarget
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem, WantedPage
-from kvpool_pagestore.engine_sessions import SessionRequest
+from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine.fetch import Acquired, PageRequest, Source
+from kvpool_pagestore.engine.pages import ReserveAnswer
+from kvpool_pagestore.engine.removal import MAX_EVICT_CHUNKS, EvictTarget
+from kvpool_pagestore.engine.sessions import SessionRequest
 
 _MAX_PEER_NAME_CHARS = 128
 _MAX_WAIT_MS = 600_000
@@ -66,11 +66,11 @@ def evict_target_from_proto(message: pb.EvictRequest) -> EvictTarget:
     )
 
 
-def reserve_items_from_proto(message: pb.ReserveRequest, most: int) -> list[ReserveItem]:
+def reserve_items_from_proto(message: pb.ReserveRequest, most: int) -> list[PageRecord]:
     return convert_items(message.items, _reserve_item, most=most)
 
 
-def wanted_pages_from_proto(message: pb.AcquireRequest, most: int) -> list[WantedPage]:
+def wanted_pages_from_proto(message: pb.AcquireRequest, most: int) -> list[PageRequest]:
     if message.local_only:
         return convert_items(message.items, _wanted_here, most=most)
     return convert_items(message.items, _wanted_page, most=most)
@@ -94,22 +94,22 @@ def acquired_to_proto(acquired: Sequence[Acquired], final: bool) -> pb.AcquireRe
     return pb.AcquireResponse(results=[_acquire_result(one) for one in acquired], final=final)
 
 
-def _reserve_item(message: pb.ReserveItem) -> ReserveItem:
-    return ReserveItem(
+def _reserve_item(message: pb.ReserveItem) -> PageRecord:
+    return PageRecord(
         key=page_key_from_proto(message.key),
         page_bytes=check_count(message.page_bytes, "page_bytes", least=1),
         metadata=page_metadata_from_proto(message.metadata),
     )
 
 
-def _wanted_here(message: pb.AcquireItem) -> WantedPage:
-    return WantedPage(key=page_key_from_proto(message.key))
+def _wanted_here(message: pb.AcquireItem) -> PageRequest:
+    return PageRequest(key=page_key_from_proto(message.key))
 
 
-def _wanted_page(message: pb.AcquireItem) -> WantedPage:
+def _wanted_page(message: pb.AcquireItem) -> PageRequest:
     if not message.sources:
         return _wanted_here(message)
-    return WantedPage(
+    return PageRequest(
         key=page_key_from_proto(message.key),
         metadata=page_metadata_from_proto(message.metadata),
         sources=tuple(convert_items(message.sources, remote_source_from_proto, "source", most=MAX_SOURCES)),

@@ -14,9 +14,9 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
 from kvpool.wire.convert_spans import page_span_from_proto, span_answer_to_proto
 from kvpool.wire.versions import own_version_to_proto
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_acquire import Acquired
-from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine.fetch import Acquired
+from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.engine.store import PageStoreEngine
 from kvpool_pagestore.servicer import messages
 from kvpool_pagestore.servicer.spans import (
     AcquireCounts,

@@ -11,9 +11,8 @@ from kvpool.core.spans import SpanAnswer
 from kvpool.core.tracing import BYTES, NO_SPAN, PAGES, REQUEST_ID, SERVED_PAGES, Span, Tracer, rpc_attributes
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_acquire import Acquired
-from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_pages import ReserveAnswer
+from kvpool_pagestore.engine.fetch import Acquired, Source
+from kvpool_pagestore.engine.pages import ReserveAnswer
 from kvpool_server.logs import fields
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,297 @@
+"""What this node holds: announced to the index as it changes, compared with it, and listed for operators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from kvpool.core.clock import Clock
+from kvpool.core.cluster import LocationChange, PageMetadata
+from kvpool.core.location_digest import ChunkPlaces, HeldChunk
+from kvpool.core.outcome import Tier
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.events import DiskChanged, StagingChanged
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.page_table import PageTable
+from kvpool_pagestore.engine.disk_tier import DiskTier
+from kvpool_pagestore.ports import IndexLink
+
+
+@dataclass(slots=True)
+class _Pending:
+    """The latest change of each shard of one chunk and tier: a bit is in at most one of the masks."""
+
+    group_head_hash: bytes
+    added: int = 0
+    removed: int = 0
+
+
+class LocationBuffer:
+    """Merges changes of one chunk: the latest of each shard wins. Chunks keep the order of their first change."""
+
+    def __init__(self) -> None:
+        self._pending: dict[tuple[bytes, bytes, Tier], _Pending] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def note(self, key: PageKey, group_head_hash: bytes, tier: Tier, present: bool) -> None:
+        """A page came to a tier or left it."""
+        self.note_shards(key.keyspace, key.chunk_hash, group_head_hash, tier, 1 << key.shard, present)
+
+    def note_shards(
+        self, keyspace: bytes, chunk_hash: bytes, group_head_hash: bytes, tier: Tier, shards: int, present: bool
+    ) -> None:
+        """Shards (a bitmap) of one chunk came to a tier or left it."""
+        at = (keyspace, chunk_hash, tier)
+        pending = self._pending.get(at)
+        if pending is None:
+            pending = self._pending[at] = _Pending(group_head_hash)
+        if present:
+            pending.added |= shards
+            pending.removed &= ~shards
+        else:
+            pending.removed |= shards
+            pending.added &= ~shards
+
+    def forget_keyspace(self, keyspace: bytes) -> None:
+        """The keyspace is dropped as a whole: what was pending of it is void."""
+        self._pending = {at: value for at, value in self._pending.items() if at[0] != keyspace}
+
+    def take(self) -> list[LocationChange]:
+        """What to announce now; the buffer is empty afterwards."""
+        changes = [
+            LocationChange(
+                keyspace=keyspace,
+                chunk_hash=chunk_hash,
+                group_head_hash=pending.group_head_hash,
+                tier=tier,
+                added_shards=pending.added,
+                removed_shards=pending.removed,
+            )
+            for (keyspace, chunk_hash, tier), pending in self._pending.items()
+        ]
+        self._pending.clear()
+        return changes
+
+
+_NAMES_A_PART = 1024  # looked at in one turn of the event loop
+
+
+class Announcer:
+    """Collects the changes of one turn of the event loop and announces them together."""
+
+    def __init__(self, index: IndexLink) -> None:
+        self._index = index
+        self._buffer = LocationBuffer()
+        self._scheduled = False
+
+    def staging(self, changed: StagingChanged) -> None:
+        """A page became visible in staging or left it."""
+        record = changed.record
+        self._note(record.key, record.metadata.group_head_hash, Tier.STAGING, changed.present)
+
+    def disk(self, changed: DiskChanged) -> None:
+        """Pages became durable, or are on disk no more."""
+        for key, group_head_hash in changed.pages:
+            self._note(key, group_head_hash, Tier.DISK, changed.present)
+
+    def flush(self) -> None:
+        """Announce the changes collected so far."""
+        self._scheduled = False
+        if self._buffer:
+            self._index.announce(self._buffer.take())
+
+    async def wait_announced(self) -> None:
+        """Return when the index has acknowledged everything announced so far. Raises StoreUnavailable."""
+        self.flush()
+        await self._index.wait_announced()
+
+    async def drop_keyspace(self, keyspace: bytes, remaining: Callable[[], Iterator[Sequence[LocationChange]]]) -> None:
+        """The index forgets the keyspace here, then learns what came meanwhile.
+
+        Each part that `remaining` yields is true when it is yielded, and announced in the same turn of the loop.
+        """
+        self._buffer.forget_keyspace(keyspace)
+        await self._index.drop_keyspace(keyspace)
+        self.flush()
+        for part in remaining():
+            self.flush()
+            if part:
+                self._index.announce(part)
+            await asyncio.sleep(0)
+
+    def _note(self, key: PageKey, group_head_hash: bytes, tier: Tier, present: bool) -> None:
+        self._buffer.note(key, group_head_hash, tier, present)
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+
+class Inventory:
+    """What this node holds, as the index is to know it: kvpool_server.node.chunk_directory.LocationTruth."""
+
+    def __init__(self, announcer: Announcer, table: PageTable, keyspaces: KeyspaceBook) -> None:
+        self._announcer = announcer
+        self._table = table
+        self._disk_map = table.disk_map
+        self._keyspaces = keyspaces
+
+    def chunks(self) -> Iterator[ChunkPlaces]:
+        """Every chunk that is held all the time while this is iterated; some come twice."""
+        for keyspace in self._table.ready_keyspaces():
+            announced = ((one, self._table.announced(keyspace, one)) for one in self._table.ready_chunks(keyspace))
+            yield from ChunkPlaces.of((keyspace, one, staged[1]) for one, staged in announced if staged is not None)
+        if self._disk_map is not None:
+            yield from self._disk_map.places()
+
+    def settle(self) -> None:
+        self._announcer.flush()
+
+    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
+        known = self._keyspaces.find(keyspace)
+        if known is None:
+            return []
+        all_shards = known.all_shards
+        staged = self._table.announced(keyspace, chunk_hash)
+        stored = self._disk_map.location(keyspace, chunk_hash) if self._disk_map is not None else None
+        if staged is None:
+            return [] if stored is None else [HeldChunk(stored[1], (0, 0, stored[0]), all_shards)]
+        if stored is None:
+            return [HeldChunk(staged[1], (0, staged[0], 0), all_shards)]
+        if stored[1] == staged[1]:
+            return [HeldChunk(stored[1], (0, staged[0], stored[0]), all_shards)]
+        return [
+            HeldChunk(staged[1], (0, staged[0], 0), all_shards),
+            HeldChunk(stored[1], (0, 0, stored[0]), all_shards),
+        ]
+
+    def keyspace_encodings(self) -> list[bytes]:
+        return [keyspace.encoding for keyspace in self._keyspaces.all()]
+
+    def of_keyspace(self, keyspace: bytes) -> Iterator[list[LocationChange]]:
+        """All that is held of one keyspace; every other shard of these chunks is said to be gone.
+
+        Part after part, each as it is when it is yielded and a bounded step: changes meanwhile are announced as ever.
+        """
+        known = self._keyspaces.find(keyspace)
+        valid_shards = known.grid.valid_shards if known is not None else 0
+        staged = [keyspace + chunk_hash for chunk_hash in self._table.ready_chunks(keyspace)]
+        staged_parts = (staged[start : start + _NAMES_A_PART] for start in range(0, len(staged), _NAMES_A_PART))
+        stored_parts = self._disk_map.name_parts(_NAMES_A_PART) if self._disk_map is not None else ()
+        for part in chain(staged_parts, stored_parts):
+            places = dict.fromkeys(at[16:] for at in part if at.startswith(keyspace))
+            yield [
+                LocationChange(
+                    keyspace=keyspace,
+                    chunk_hash=chunk_hash,
+                    group_head_hash=held.group_head,
+                    tier=tier,
+                    added_shards=shards,
+                    removed_shards=valid_shards & ~shards,
+                )
+                for chunk_hash in places
+                for held in self.locate(keyspace, chunk_hash)
+                for tier, shards in zip((Tier.GPU, Tier.STAGING, Tier.DISK), held.shards, strict=True)
+                if shards
+            ]
+
+
+MAX_MOST_READ = 1024
+_CHUNKS_A_PART = 256
+_NAME_BYTES = 32  # keyspace id and chunk hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedChunk:
+    """See the proto message of that name."""
+
+    keyspace: bytes
+    chunk_hash: bytes
+    metadata: PageMetadata
+    staging_shards: int
+    disk_shards: int
+    page_reads_per_minute: float = 0.0
+
+
+class Listing:
+    """most_read: names of chunks whose pages are read most, with reads a minute."""
+
+    def __init__(
+        self,
+        table: PageTable,
+        disk: DiskTier | None,
+        keyspaces: KeyspaceBook,
+        most_read: Callable[[int], Sequence[tuple[bytes, float]]],
+        clock: Clock,
+    ) -> None:
+        self._table = table
+        self._disk = disk
+        self._keyspaces = keyspaces
+        self._most_read = most_read
+        self._clock = clock
+
+    async def chunks(
+        self, tenant: str, keyspace: bytes, *, most_read: int, pinned_only: bool
+    ) -> AsyncIterator[list[ListedChunk]]:
+        """Part after part, each collected in one turn of the event loop. keyspace: empty means all of the tenant's."""
+        chosen = {one.keyspace for one in self._keyspaces.of_tenant(tenant) if keyspace in (b"", one.keyspace)}
+        reads = dict(self._most_read(MAX_MOST_READ)) if most_read else {}
+        parts = (
+            self._first([name for name in reads if name[:16] in chosen][:most_read]) if most_read else self._all(chosen)
+        )
+        for names in parts:
+            now_us = self._clock.wall_us()
+            found = (self._chunk(name, reads.get(name, 0.0)) for name in names)
+            part = [
+                chunk
+                for chunk in found
+                if chunk is not None and (not pinned_only or chunk.metadata.pinned_until_us > now_us)
+            ]
+            if part:
+                yield part
+            await asyncio.sleep(0)
+
+    def _first(self, names: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+        for start in range(0, len(names), _CHUNKS_A_PART):
+            yield names[start : start + _CHUNKS_A_PART]
+
+    def _all(self, chosen: Collection[bytes]) -> Iterator[Sequence[bytes]]:
+        """Names of the chunks of keyspaces, each once, some at a time: a disk may have millions."""
+        disk_map = self._disk.map if self._disk is not None and self._disk.is_readable else None
+        listed = set[bytes]()
+        for keyspace in chosen:
+            keys, seen = self._table.keys_of(keyspace), set[bytes]()
+            for start in range(0, len(keys), _CHUNKS_A_PART):
+                hashes = dict.fromkeys(key.chunk_hash for key in keys[start : start + _CHUNKS_A_PART])
+                new = [one for one in hashes if one not in seen]
+                seen.update(new)
+                names = [keyspace + one for one in new]
+                if disk_map is not None:  # those on disk come with the disk
+                    names = [name for name in names if disk_map.location(keyspace, name[16:]) is None]
+                listed.update(names)
+                yield names
+        for names in disk_map.name_parts(_CHUNKS_A_PART) if disk_map is not None else ():
+            yield [name for name in names if name[:16] in chosen and name not in listed]
+
+    def _chunk(self, name: bytes, page_reads_per_minute: float) -> ListedChunk | None:
+        keyspace_id, chunk_hash = name[:16], name[16:_NAME_BYTES]
+        if self._keyspaces.find(keyspace_id) is None:
+            return None
+        stored = None
+        if self._disk is not None and self._disk.is_readable:
+            stored = self._disk.map.chunk(keyspace_id, chunk_hash)
+        slots = self._table.chunk_slots(keyspace_id, chunk_hash)
+        metadata = slots[-1].page.metadata if slots else stored.metadata if stored is not None else None
+        if metadata is None:
+            return None
+        return ListedChunk(
+            keyspace=keyspace_id,
+            chunk_hash=chunk_hash,
+            metadata=metadata,
+            staging_shards=self._table.staged_shards(keyspace_id, chunk_hash),
+            disk_shards=stored.shards if stored is not None else 0,
+            page_reads_per_minute=page_reads_per_minute,
+        )

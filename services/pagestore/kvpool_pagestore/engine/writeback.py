@@ -1,0 +1,285 @@
+"""Background write-back: dirty pages become durable, batch by batch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import Draining, KvPoolError, PageMissing, StoreFault
+from kvpool.core.page import PageKey
+from kvpool.core.tracing import BYTES, PAGES
+from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest, AdmissionRules
+from kvpool_pagestore.core.events import BytesHeld, DiskHealthChanged
+from kvpool_pagestore.core.policy import PolicyBook
+from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue, WriteState
+from kvpool_pagestore.engine.context import EngineContext, Staging
+from kvpool_pagestore.engine.disk_tier import DiskTier
+from kvpool_pagestore.ports import PageWrite
+
+_log = logging.getLogger(__name__)
+
+_FAILURES_LOGGED_EVERY_S = 10.0  # a full disk fails at every page that is stored: the log must not fill it too
+
+
+class WriteBack:
+    """Takes committed pages to disk. Without work it does not run at all."""
+
+    def __init__(
+        self,
+        limits: WriteBackLimits,
+        staging: Staging,
+        disk: DiskTier,
+        policies: PolicyBook,
+        admission: AdmissionRules,
+        context: EngineContext,
+    ) -> None:
+        self._tracer = context.tracer
+        self._policies = policies
+        self._queue = WriteQueue(limits)
+        self._table = staging.table
+        self._space = staging.space
+        self._sealing = staging.sealing
+        self._events = context.events
+        self._admission = admission
+        self._disk = disk
+        self._tasks = context.tasks
+        self._metrics = context.metrics
+        self._clock = context.clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
+        self._unlogged_failures = 0
+        self._log_failures_at_s = float("-inf")
+        self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
+
+    @property
+    def oldest_s(self) -> float:
+        """Age of the page that has waited longest; 0 if none does."""
+        return self._queue.oldest_s(self._clock.monotonic_s())
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of pages that are to become durable."""
+        return self._queue.waiting_bytes()
+
+    @property
+    def dirty_count(self) -> int:
+        """Pages that are to become durable."""
+        return sum(1 for page in self._queue.pending if page.wanted)
+
+    def enqueue(self, slot: Slot, *, urgent: bool = False) -> DirtyPage:
+        """A dirty page is to become durable. urgent: a caller waits for that. Call `start_due` after the last one."""
+        now_s = self._clock.monotonic_s()
+        page = self._queue.add(slot, now_s)
+        if urgent:
+            self._queue.urge([page], now_s)
+        page.cause = self._tracer.here()
+        return page
+
+    def take(self, slot: Slot) -> DirtyPage | None:
+        """A visible page that is not on disk is to go there, if it does not wait for that already.
+
+        None if too much is on its way: ask at its next use.
+        """
+        waiting = self._queue.find(slot)
+        if waiting is not None:
+            return waiting
+        if not self._table.make_dirty(slot):
+            return None
+        page = self.enqueue(slot)
+        self.start_due()
+        return page
+
+    async def wait_durable(self, pages: Sequence[DirtyPage], *, failures_before: int = 0) -> list[KvPoolError | None]:
+        """Wait until each page is durable (None) or could not be made so at one more try than these, without lingering.
+
+        A page that failed stays visible in staging and is tried again as long as it is not evicted.
+        """
+        self._queue.urge(pages, self._clock.monotonic_s())
+        self.start_due()
+        for page in pages:  # what is decided stays so: each page is looked at until it is, and then no more
+            while not self._stopped and _undecided(page, failures_before):
+                await self._next_progress()
+        return [_verdict(page) for page in pages]
+
+    async def flush(self, keyspaces: set[bytes]) -> tuple[int, int]:
+        """Wait until the pages of these keyspaces that are dirty now are durable: how many are, how many failed.
+
+        Raises StoreFault if the disk tier is out of service.
+        """
+        wanted = [page for page in self._queue.pending if page.record.key.keyspace in keyspaces and page.wanted]
+        before = {page.number: page.failures for page in wanted}
+        self._queue.urge(wanted, self._clock.monotonic_s())
+        self._pump()
+        for page in wanted:
+            while not self._stopped and _undecided(page, before[page.number]):
+                await self._next_progress()
+        failed_count = sum(1 for page in wanted if page.state is not WriteState.DONE and page.wanted)
+        if failed_count and self._disk.fault:
+            raise StoreFault(f"{failed_count} pages are not durable: {self._disk.fault}")
+        return sum(1 for page in wanted if page.durable), failed_count
+
+    def retry_failed(self, changed: DiskHealthChanged) -> None:
+        """Write at once what waits for the disk, if it works again; let those who wait look again in any case."""
+        if not changed.fault:
+            self._queue.hurry(self._clock.monotonic_s())
+        self._pump()
+
+    def stop(self) -> None:
+        """Begin no more writes; those under way end by themselves."""
+        self._stopped = True
+        self._pump()
+
+    async def hold(self, keyspace: bytes) -> None:
+        """Start no write of a keyspace any more, and wait until those under way have ended."""
+        self._queue.hold(keyspace)
+        while self._queue.is_writing(keyspace):
+            await self._next_progress()
+
+    def unhold(self, keyspace: bytes) -> None:
+        self._queue.unhold(keyspace)
+        self._pump()
+
+    # Inside
+
+    def _pump(self) -> None:
+        """Start what is due, and have those who wait look again: also pages that are no longer wanted are progress."""
+        self.start_due()
+        self._wake()
+
+    def start_due(self) -> None:
+        """Start what is due now, and come back when the next page is. Wakes no waiter: a page that is added settles no
+        other one, and waking all who wait for each page costs more than the page."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._stopped:
+            return
+        now_s = self._clock.monotonic_s()
+        in_budget = not self._table.is_half_dirty
+        while batch := self._queue.next_batch(now_s, in_budget=in_budget):
+            for page in batch:  # at once: before the task has begun, its slot could be cleared and handed on
+                self._table.pin(page.slot)
+            self._tasks.start(self._write(batch), "write-back")
+        due_s = self._queue.next_due_s(now_s, in_budget=in_budget)
+        if due_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
+
+    async def _write(self, batch: list[DirtyPage]) -> None:
+        unsealed = await self._sealing.seal([page.slot for page in batch])
+        writes = [
+            PageWrite(key=page.record.key, page=self._space.view(page.slot), metadata=page.metadata) for page in batch
+        ]
+        written = {write.key: write.metadata for write in writes}
+        refused = {
+            page.record.key: error or self._refusal(page.record) for page, error in zip(batch, unsealed, strict=True)
+        }
+        admitted = [write for write in writes if refused[write.key] is None]
+        results: dict[PageKey, KvPoolError | None] = {key: error for key, error in refused.items() if error is not None}
+        try:
+            with self._tracer.linked("pagestore.write_back", [page.cause for page in batch]) as span:
+                if span.recording:
+                    span.set({PAGES: len(admitted), BYTES: sum(len(write.page) for write in admitted)})
+                try:
+                    results |= await self._disk.write(admitted) if admitted else {}
+                finally:
+                    for write in admitted:  # by now the disk's map has counted those that are there
+                        self._hold_bytes(write.key, -self._disk.map.page_bytes(write.key))
+                await self._keep_changes(batch, written, results)
+                if (error := next(filter(None, results.values()), None)) is not None:
+                    span.fail(error)
+        finally:  # whatever went wrong, slots come back and waiters go on
+            for page in batch:
+                self._end_write(page, results.get(page.record.key, _unforeseen()))
+            self._queue.batch_ended()
+            self._pump()
+
+    def _refusal(self, record: PageRecord) -> KvPoolError | None:
+        """Why a page may not take bytes on disk; if it may, they are counted until its write has ended."""
+        size_bytes = self._disk.map.page_bytes(record.key)
+        refused = self._admission.refusal(AdmissionRequest(AdmissionPurpose.WRITE_BACK, record, size_bytes))
+        if refused is None:
+            self._hold_bytes(record.key, size_bytes)
+        return refused
+
+    def _hold_bytes(self, key: PageKey, size_bytes: int) -> None:
+        self._events.publish(BytesHeld(key.keyspace, size_bytes))
+
+    async def _keep_changes(
+        self,
+        batch: Sequence[DirtyPage],
+        written: dict[PageKey, PageMetadata],
+        results: dict[PageKey, KvPoolError | None],
+    ) -> None:
+        """Have the disk say what changed in the retention of pages while they were written.
+
+        The caller that changed it was answered that it will be on disk: before it does, the page is not durable.
+        """
+        changed = {
+            page.record.key: page.metadata
+            for page in batch
+            if results[page.record.key] is None and page.wanted and page.metadata != written[page.record.key]
+        }
+        if not changed:
+            return
+        results |= dict.fromkeys(changed, _unforeseen())
+        try:
+            await self._disk.set_metadata(list(changed.items()))
+            results |= dict.fromkeys(changed)
+        except KvPoolError as error:
+            results |= dict.fromkeys(changed, error)
+
+    def _end_write(self, page: DirtyPage, error: KvPoolError | None) -> None:
+        now_s, key = self._clock.monotonic_s(), page.record.key
+        dropped = page.slot.deleted
+        # Also a page that could not be written may be evicted: the cache can be lost, serving must go on.
+        self._table.make_clean(page.slot)
+        if error is None and not dropped and not self._policies.plan(key.keyspace).stays_in_staging:
+            self._table.free_on_release(page.slot)
+        self._table.unpin(page.slot)
+        self._metrics.written_pages.labels("written" if error is None else "failed").inc()
+        if error is not None:
+            self._log_failure(key, error, now_s)
+            self._queue.failed(page, error, now_s, is_disk_out=bool(self._disk.fault))
+            return
+        self._queue.written(page)
+        self._metrics.write_back_lag.observe(now_s - page.committed_s)
+        if dropped:  # cleared or found corrupt while it was written
+            self._disk.discard([key])
+
+    def _log_failure(self, key: PageKey, error: KvPoolError, now_s: float) -> None:
+        self._unlogged_failures += 1
+        if now_s >= self._log_failures_at_s:
+            _log.warning("%d writes failed, pages are not durable yet: %s: %s", self._unlogged_failures, key, error)
+            self._unlogged_failures, self._log_failures_at_s = 0, now_s + _FAILURES_LOGGED_EVERY_S
+
+    async def _next_progress(self) -> None:
+        if self._progress is None:
+            self._progress = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._progress)
+
+    def _wake(self) -> None:
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.set_result(None)
+
+
+def _unforeseen() -> StoreFault:
+    return StoreFault("the write ended in an unforeseen way; the log says more")
+
+
+def _verdict(page: DirtyPage) -> KvPoolError | None:
+    if page.durable:
+        return None
+    if page.error is not None:
+        return page.error
+    if not page.wanted:
+        return PageMissing(f"page {page.record.key} was dropped before it was durable")
+    return Draining("the pagestore is shutting down")
+
+
+def _undecided(page: DirtyPage, failures_before: int) -> bool:
+    """Whether a flush must go on waiting for the page."""
+    return page.state is not WriteState.DONE and page.wanted and page.failures <= failures_before
