@@ -42,7 +42,7 @@ from kvpool_server.listen import TcpAddress, advertised_host
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.loops import fast_loop_factory
 from kvpool_server.metrics import new_registry, start_metrics_server
-from kvpool_server.process import die_with_parent, release_free_memory, tune_process
+from kvpool_server.process import die_with_parent, mapping_large_buffers, release_free_memory, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
 from kvpool_server.tls import ServiceTls, open_tls
 from kvpool_server.tracing import open_service_tracer
@@ -163,7 +163,8 @@ async def _open_store(config: PageStoreConfig) -> PageStore | None:
     if not config.disk_bytes:
         _log.warning("disk_bytes is 0: no disk tier, pages end with this process")
         return None
-    return await asyncio.to_thread(open_disk_tier, config.data_dir / "disk", config.disk_bytes)
+    with mapping_large_buffers():
+        return await asyncio.to_thread(open_disk_tier, config.data_dir / "disk", config.disk_bytes)
 
 
 def _index(config: PageStoreConfig, tls: ServiceTls | None, tracer: Tracer = NO_TRACER) -> IndexLink:
@@ -197,7 +198,8 @@ def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:
 
 async def _load_engine(engine: PageStoreEngine, arena: MemfdArena) -> int:
     try:
-        return await engine.load(arena.old_sessions())
+        with mapping_large_buffers():
+            return await engine.load(arena.old_sessions())
     except StoreFault as error:
         raise StartupFailed(f"the disk tier cannot be read: {error}") from error
 
