@@ -210,15 +210,13 @@ class Reconciler:
         for number in undecided:
             await self._repair_range(number)
             await self._wait_for_room()
-        while True:
+        discards = -1
+        while discards != self._queue.discard_count:  # else what was refused is on its way again
             discards = self._queue.discard_count
             await self._until(lambda: not self._queue.waiting_count)
-            last = self._queue.last_sequence
-            await self._until(lambda: self._queue.is_acknowledged(last))
+            await self._wait_acknowledged()
             if self._asked.is_set():
                 return
-            if self._queue.discard_count == discards:  # else what was refused is on its way again
-                break
         self._count_repairs()
         if unsure:
             self._queue.unsure = False
@@ -265,9 +263,9 @@ class Reconciler:
             self._vain.pop(number, None)
             return False
         known = self._vain.get(number)
-        if known is not None and known.difference == difference and known.count >= _VAIN_REPAIRS:
-            if self._round_number - known.last_round < _VAIN_ROUNDS:
-                return False
+        is_vain = known is not None and known.difference == difference and known.count >= _VAIN_REPAIRS
+        if known is not None and is_vain and self._round_number - known.last_round < _VAIN_ROUNDS:
+            return False
         self._repaired[number] = difference
         return True
 
@@ -392,6 +390,10 @@ class Reconciler:
         """Wait until the index has what was announced so far: until then, that cannot be compared."""
         offered = self._queue.offered
         await self._until(lambda: self._queue.is_batched(offered))
+        await self._wait_acknowledged()
+
+    async def _wait_acknowledged(self) -> None:
+        """Wait until the index has every batch so far, or refuses one."""
         last = self._queue.last_sequence
         await self._until(lambda: self._queue.is_acknowledged(last))
 
