@@ -37,7 +37,7 @@ _SMALL_CHUNKS = 512  # a range of so many is replaced as a whole, if need be
 _CELLS_WAITING_MAX = 64  # to be replaced, before the round goes on
 _IDLE_INTERVALS = 30  # between two rounds of a node that never held anything
 _ENCODINGS_MAX = 4096
-_PAUSE_S = 1.0  # after a failure that nobody expected
+_PAUSE_S = 1.0  # after an unexpected failure
 # Acknowledged ones of the same difference, after which it is left for a while, as the index cannot hold it. A few in
 # vain mean nothing: they may be lost with a Redis.
 _VAIN_REPAIRS = 8
