@@ -72,7 +72,7 @@ class _ChunkRows(PackedRows):
 class DiskMap:
     """Pages of the disk tier, and which chunks of them go when it is full.
 
-    Some 160 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
+    Some 150 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
     """
 
     def __init__(self, page_bytes: PageBytes, events: PageEvents, now_us: Callable[[], int]) -> None:
