@@ -86,7 +86,7 @@ def measure(chunk_count: int) -> dict[str, float]:
         began_s = time.thread_time()
         (chunk,) = disk.oldest(1, lambda key: False)
         victims_s.append(time.thread_time() - began_s)
-        disk.remove_chunk(chunk.name)
+        disk.remove_chunks([chunk.name])
         disk.add(PageKey(_KEYSPACE, random.randbytes(16), 0), chunk.metadata)
     return {
         "chunks": chunk_count,

@@ -228,6 +228,7 @@ class Run:
         self._result = result
         document |= {"chunks": self.chunks.count, "pages": self.chunks.count * len(SHARDS), "steps": self._steps}
         self._config = ClientConfig(index_endpoints=(index.endpoint,))
+        self._run_number = time.time_ns() >> 20 & 0xFFFF_FFFF  # chunks that an earlier run wrote may be there
         self._noise = MachineNoise()
         stack.callback(self._noise.close)
         self._index_stalls = scratch / "index-stalls"
@@ -307,7 +308,7 @@ class Run:
         """New chunks, durable on return."""
         items = []
         for number in range(first, first + count):
-            chunk_hash = (1 << 127 | number).to_bytes(HASH_BYTES, "big")
+            chunk_hash = (1 << 127 | self._run_number << 64 | number).to_bytes(HASH_BYTES, "big")
             metadata = PageMetadata(parent_hash=bytes(HASH_BYTES), chunk_index=0, group_head_hash=chunk_hash)
             for shard in SHARDS:
                 key = PageKey(KEYSPACE, chunk_hash, shard)

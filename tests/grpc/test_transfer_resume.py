@@ -164,7 +164,7 @@ def test_a_write_to_a_server_that_hangs_ends_when_it_is_stopped() -> None:
         def WritePages(
             self, requests: Iterator[WriteMessage], context: grpc.ServicerContext
         ) -> Iterator[pb.WritePagesResponse]:
-            stop.stop()
+            stop.cancel()
             hang.wait(60)
             yield from ()
 

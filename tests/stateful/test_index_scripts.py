@@ -18,7 +18,7 @@ from kvpool_index.ports import IndexStore, StreamFence
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
-from tests.fixtures.redis_topologies import RedisCluster, RedisSentinels
+from tests.fixtures.redis_topologies import RedisCluster, RedisSentinels, facts
 from tests.fixtures.redis_topologies import redis_cluster as redis_cluster
 from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
 
@@ -44,6 +44,8 @@ steps = st.lists(
 )
 
 History = list[tuple[int, bytes, TierMasks, TierMasks, str, bool]]
+Batch = list[tuple[int, bytes, TierMasks, TierMasks]]
+Batches = list[tuple[Batch, bool]]  # each with whether it is of removals
 
 
 class Side:
@@ -162,3 +164,89 @@ def test_the_script_does_so_behind_sentinels(redis_sentinels: RedisSentinels, hi
 @given(history=steps, grid=st.sampled_from(GRIDS))
 def test_the_script_does_so_on_a_cluster(redis_cluster: RedisCluster, history: History, grid: int) -> None:
     compare(redis_cluster.url, history, grid)
+
+
+changes = st.lists(
+    st.tuples(st.integers(1, 4), st.sampled_from(CHUNKS), tier_masks, tier_masks), min_size=1, max_size=8
+)
+batches = st.lists(st.tuples(changes, st.booleans()), max_size=8)
+
+
+def compare_batches(url: str, history: Batches, grid: int, *, is_split: bool) -> None:
+    """Take both stores through batches: of one node on its stream, or removals of several nodes."""
+
+    def operation(number: int, chunk: bytes, added: TierMasks, removed: TierMasks) -> ChunkOperation:
+        made = Operation(ordinal=number, full_shards=grid, added=added, removed=removed)
+        return ChunkOperation(keyspace=KEYSPACE, chunk_hash=chunk, group_head=HEAD, operation=made)
+
+    async def step(side: Side, batch: Batch, is_removal: bool) -> list[object]:
+        if is_removal:
+            removals = [operation(number, chunk, (0, 0, 0), removed) for number, chunk, _, removed in batch]
+            states = await side.store.locations.remove(removals)
+            return [state.value if state is not None else None for state in states]
+        fence = side.streams[batch[0][0]][-1]
+        added = [operation(batch[0][0], chunk, added, removed) for _, chunk, added, removed in batch]
+        versions: dict[bytes, int] = {}
+        for state in (found := await side.store.locations.apply(fence, added)):
+            assert state.version >= versions.get(state.chunk_hash, 0)
+            versions[state.chunk_hash] = state.version
+        return [state.value for state in found]
+
+    async def both() -> None:
+        memory = Side(MemoryIndexStore(ManualClock()))
+        real = Side(RedisIndexStore(url, timeout_s=PATIENCE_S, key_prefix=secrets.token_hex(8)))
+        try:
+            for side in (memory, real):
+                for number in range(1, 5):
+                    await side.open(number)
+                if is_split:
+                    await side.fill()
+            for batch, is_removal in history:
+                assert await step(real, batch, is_removal) == await step(memory, batch, is_removal)
+                assert await real.values() == await memory.values()
+                assert await real.digests() == await memory.digests()
+                assert {each.entry async for some in real.store.locations.chunks() for each in some} == {
+                    each.entry async for some in memory.store.locations.chunks() for each in some
+                }
+        finally:
+            await real.store.close()
+
+    asyncio.run(both())
+
+
+@settings(max_examples=60)
+@given(history=batches, grid=st.sampled_from(GRIDS))
+def test_a_batch_of_changes_of_one_group_does_what_the_reference_does(
+    redis_server: RedisServer, history: Batches, grid: int
+) -> None:
+    compare_batches(redis_server.url, history, grid, is_split=False)
+
+
+@settings(max_examples=10)
+@given(history=batches, grid=st.sampled_from(GRIDS))
+def test_a_batch_of_changes_of_a_split_group_does_so(redis_server: RedisServer, history: Batches, grid: int) -> None:
+    compare_batches(redis_server.url, history, grid, is_split=True)
+
+
+def test_a_group_is_changed_by_one_script(redis_server: RedisServer) -> None:
+    """Not by one a chunk: announcing ten million pages would take minutes."""
+
+    async def calls_of(chunk_count: int) -> int:
+        side = Side(RedisIndexStore(redis_server.url, timeout_s=PATIENCE_S, key_prefix=secrets.token_hex(8)))
+        fence, operation = await side.open(1), Operation(ordinal=1, full_shards=1, added=(0, 0, 1))
+        chunks = [
+            ChunkOperation(keyspace=KEYSPACE, chunk_hash=chunk, group_head=HEAD, operation=operation)
+            for chunk in FILLING[:chunk_count]
+        ]
+        await side.store.locations.apply(fence, chunks[:1])
+        before = script_calls()
+        await side.store.locations.apply(fence, chunks[1:])
+        await side.store.close()
+        return script_calls() - before
+
+    def script_calls() -> int:
+        stats = facts(redis_server.port, "commandstats")["cmdstat_evalsha"]
+        return int(stats.split(",")[0].removeprefix("calls="))
+
+    assert asyncio.run(calls_of(17)) == 1
+    assert asyncio.run(calls_of(131)) == 3, "no script takes longer than that of 64 chunks"

@@ -1,19 +1,21 @@
 """Settings of the whole process, made once at start: memory, threads, signals, the event loop and gRPC's polling."""
 
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _PR_SET_PDEATHSIG: Final = 1
 _MMAP_THRESHOLD_BYTES: Final = 32 << 20
+_MMAP_AT_START_BYTES: Final = 256 << 10
 _TRIM_THRESHOLD_BYTES: Final = 128 << 20
 # CPython's default of 5 ms lets a bulk thread keep the ledger's loop waiting for longer than its whole latency budget.
 _SWITCH_INTERVAL_S: Final = 0.0005
@@ -22,13 +24,24 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 def tune_process(switch_interval_s: float = _SWITCH_INTERVAL_S) -> None:
     """Keep 1 to 2 MiB buffers in the heap (glibc maps and unmaps each one otherwise), switch threads often, and allow
     as many open files as the system does: most of them start a service with a soft limit of 1,024."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none, and does not need it
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+    _mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    _mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
     sys.setswitchinterval(switch_interval_s)
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+
+@contextlib.contextmanager
+def mapping_large_buffers() -> Iterator[None]:
+    """Have each large buffer mapped apart from the heaps meanwhile, as a start should.
+
+    What it frees goes back to the system, which the heaps of threads keep; what stays can grow without being copied.
+    """
+    _mallopt(_M_MMAP_THRESHOLD, _MMAP_AT_START_BYTES)
+    try:
+        yield
+    finally:
+        _mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 def release_free_memory() -> None:
@@ -70,3 +83,9 @@ def poll_grpc_directly() -> None:
     environment stays; gRPC versions without the choice log that and go on.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
+
+
+def _mallopt(parameter: int, value: int) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none, and does not need it
+    if mallopt is not None:
+        mallopt(parameter, value)

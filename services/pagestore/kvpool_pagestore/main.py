@@ -39,7 +39,13 @@ from kvpool_server.lifecycle import Stop, clear_ready_file, run_service, write_r
 from kvpool_server.listen import TcpAddress, advertised_host
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.metrics import new_registry, open_service_tracer, start_metrics_server
-from kvpool_server.process import die_with_parent, fast_loop_factory, release_free_memory, tune_process
+from kvpool_server.process import (
+    die_with_parent,
+    fast_loop_factory,
+    mapping_large_buffers,
+    release_free_memory,
+    tune_process,
+)
 from kvpool_server.tasks import BoundedExecutor
 from kvpool_server.tls import ServiceTls, open_tls
 
@@ -159,7 +165,8 @@ async def _open_store(config: PageStoreConfig) -> PageStore | None:
     if not config.disk_bytes:
         _log.warning("disk_bytes is 0: no disk tier, pages end with this process")
         return None
-    return await asyncio.to_thread(open_disk_tier, config.data_dir / "disk", config.disk_bytes)
+    with mapping_large_buffers():
+        return await asyncio.to_thread(open_disk_tier, config.data_dir / "disk", config.disk_bytes)
 
 
 def _index(config: PageStoreConfig, tls: ServiceTls | None, tracer: Tracer = NO_TRACER) -> IndexLink:
@@ -193,7 +200,8 @@ def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:
 
 async def _load_engine(engine: PageStoreEngine, arena: MemfdArena) -> int:
     try:
-        return await engine.load(arena.old_sessions())
+        with mapping_large_buffers():
+            return await engine.load(arena.old_sessions())
     except StoreFault as error:
         raise StartupFailed(f"the disk tier cannot be read: {error}") from error
 

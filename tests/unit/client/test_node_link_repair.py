@@ -194,3 +194,24 @@ async def test_a_cleared_keyspace_is_looked_up_again_though_its_chunks_were_not_
         rounds.start_round(unsure=False)
         await eventually(lambda: rounds.round_count == 2)
         assert rounds.replaced_count == 0
+
+
+async def test_a_round_is_not_complete_while_the_index_refuses_its_repairs() -> None:
+    """Nor does a refused repair count as one that was in vain."""
+    async with node(truth={1: 1}) as one:
+        one.index.digests[0] = 12345  # it has something else
+        await one.link.start()
+        stream = await opened(one)
+        assert chunks(await stream.next("replace_range")) == [1]
+        await eventually(lambda: one.index.compared == 32)  # all is compared, and the round waits for its repair
+        one.link.announce([change(2)])  # waits for an acknowledgement, and then comes first
+        stream.end(InvalidRequest("malformed"))
+        stream = await opened(one)
+        first, again = await stream.next("batch"), await stream.next("replace_range")
+        one.link.announce([change(number) for number in range(3, 7)])
+        acknowledge(stream, first)
+        full = await stream.next("batch")  # there was no room for it before that acknowledgement
+        assert one.link.reconciler.round_count == 0
+        acknowledge(stream, again)
+        acknowledge(stream, full)
+        await eventually(lambda: one.link.reconciler.round_count == 1)

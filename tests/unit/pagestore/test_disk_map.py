@@ -107,8 +107,8 @@ def test_a_chunk_is_forgotten_as_a_whole() -> None:
     disk.add(page_key(1, keyspace=other), metadata(1))
     disk.add(page_key(1, 1), metadata(1))
     (name,) = [name for name in disk.names() if name.startswith(KEYSPACE)]
-    assert disk.remove_chunk(name) == [page_key(1), page_key(1, 1)]
-    assert disk.remove_chunk(name) == []
+    assert disk.remove_chunks([name]) == [page_key(1), page_key(1, 1)]
+    assert disk.remove_chunks([name]) == []
     assert page_key(1, keyspace=other) in disk and disk.page_count == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -105,14 +105,14 @@ async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPat
                 await store(running, peer, range(start, start + 16))
                 await engine.flush(TENANT, b"")
             turn, removed, dropped = 0, Counter[int](), Counter[int]()
-            true_drop, true_remove = PageTable.drop, DiskMap.remove_chunk
+            true_drop, true_remove = PageTable.drop, DiskMap.remove_chunks
 
             def drop(self: PageTable, key: PageKey) -> bool:
                 dropped[turn] += 1
                 return true_drop(self, key)
 
-            def remove(self: DiskMap, name: bytes) -> list[PageKey]:
-                keys = true_remove(self, name)
+            def remove(self: DiskMap, names: Iterable[bytes]) -> list[PageKey]:
+                keys = true_remove(self, names)
                 removed[turn] += len(keys)
                 return keys
 
@@ -122,7 +122,7 @@ async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPat
                     turn += 1
                     await asyncio.sleep(0)
 
-            monkeypatch.setattr(DiskMap, "remove_chunk", remove)
+            monkeypatch.setattr(DiskMap, "remove_chunks", remove)
             monkeypatch.setattr(PageTable, "drop", drop)
             others = asyncio.ensure_future(turns())
             assert await engine.clear(TENANT, b"") == 32

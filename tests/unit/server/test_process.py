@@ -67,3 +67,34 @@ def test_services_of_small_messages_choose_before_grpc_is_imported(service: str)
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True)
     assert said.stdout.strip() == "-event_engine_client,-event_engine_listener"
+
+
+_START = """
+import sys, threading
+from kvpool_server.process import mapping_large_buffers, tune_process
+
+def resident_bytes():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+def load():
+    parts = [bytearray(b"x" * (1 << 20)) for _ in range(48)]
+    kept.append(bytearray(b"x" * (1 << 20)))
+    del parts
+
+kept = []
+tune_process()
+before = resident_bytes()
+with mapping_large_buffers():
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+print(resident_bytes() - before >> 20)
+"""
+
+
+def test_what_a_start_frees_on_a_thread_goes_back_to_the_system() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _START],
+        capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert int(done.stdout) < 8, "the heaps of threads keep what is freed in them"

@@ -108,6 +108,7 @@ class AnnounceQueue:
         self._sequence = 0
         self._covered = 0  # offers that batches so far cover
         self._cell_is_next = False
+        self.discard_count = 0  # how often what was in flight was refused
         self.offered = 0  # changes handed to `add` so far
         self.acknowledged = 0  # of them, how many the index has for sure
         self.unsure = False  # True: the index may have lost what it had acknowledged, so that nothing counts as known
@@ -197,6 +198,7 @@ class AnnounceQueue:
 
     def discard_in_flight(self) -> None:
         """The index refuses what was sent: forget it; its cells are replaced."""
+        self.discard_count += 1
         for batch in self._unacknowledged:
             self.replace(map(self._content.cell_of, batch.changes))
             if batch.part is not None:

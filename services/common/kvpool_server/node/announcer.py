@@ -31,14 +31,14 @@ class Announcer:
         on_acknowledged: Callable[[], None],
         linger_s: float,
     ) -> None:
-        """linger_s: changes of a chunk that come within it are merged, unless somebody waits for them."""
+        """linger_s: changes of a chunk that come within it are merged, unless a caller waits for them."""
         self._index = index
         self._node_id = node_id
         self._queue = queue
         self._on_acknowledged = on_acknowledged
         self._linger_s = linger_s
         self._work = asyncio.Event()  # there may be something to send
-        self._hurry = asyncio.Event()  # somebody waits for an acknowledgement
+        self._hurry = asyncio.Event()  # a caller waits for an acknowledgement
         self._waiters = 0
         self._progress = asyncio.Condition()
         self._stream: asyncio.Future[None] | None = None
@@ -144,7 +144,7 @@ class Announcer:
             raise closed_channel_error(error) from error
 
     async def _linger(self) -> None:
-        """Let more changes of the same chunks come, unless the next batch is full or somebody waits for it."""
+        """Let more changes of the same chunks come, unless the next batch is full or a caller waits for it."""
         if self._queue.in_flight or self._queue.has_full_batch:
             return
         now_s = asyncio.get_running_loop().time()

@@ -37,7 +37,7 @@ Cell = int | PartSpan
 
 
 class LocationTruth(Protocol):
-    """The owner of what is announced. Called on the event loop; each call tells what is true at that moment."""
+    """The owner of what is announced. Called on the event loop; each answer is true at the moment of the call."""
 
     def chunks(self) -> Iterable[ChunkPlaces]:
         """Every chunk held, some at a time. Iterated once, before the node registers; each part is one step.

@@ -6,12 +6,22 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.client.index import IndexClient
 from kvpool.client.retry import TRANSIENT, Backoff
-from kvpool.core.cluster import LocationChange, NodeInfo, NodeLease, NodeLoad, RegistrationAttempt, RemoteSource
+from kvpool.core.cluster import (
+    Location,
+    LocationChange,
+    NodeInfo,
+    NodeLease,
+    NodeLoad,
+    RegistrationAttempt,
+    RemoteSource,
+    StaleLocation,
+)
 from kvpool.core.errors import (
     DeadlineExceeded,
     KeyspaceUnknown,
@@ -23,16 +33,17 @@ from kvpool.core.errors import (
     StoreUnavailable,
     WireVersionRefused,
 )
+from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool_server.node.announce_queue import AnnounceQueue
 from kvpool_server.node.announcer import Announcer
 from kvpool_server.node.chunk_directory import ChunkDirectory, LocationTruth, NoLocations
 from kvpool_server.node.lease_stream import LeaseStream
 from kvpool_server.node.reconciler import Reconciler
-from kvpool_server.node.stale_reports import StaleReports
 
 _log = logging.getLogger(__name__)
-_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded, WireVersionRefused)
+_UNREACHED: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
+_LATER: tuple[type[KvPoolError], ...] = (*_UNREACHED, WireVersionRefused)
 _LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
 
 
@@ -57,8 +68,8 @@ class NodeLink:
 
     load:          figures for each renewal.
     truth:         what the node holds, for comparing it with what the index knows: after registering, and then every
-                   reconcile_interval_s. Where they differ, all that the node holds of a bucket range is told.
-    on_policy_version: told with each renewal the version of all keyspace policies; never blocks.
+                   reconcile_interval_s. Where they differ, all that the node holds of a bucket range is announced.
+    on_policy_version: called with the version of all keyspace policies after each renewal; never blocks.
     on_superseded: called once when a newer process of this node is registered: stop serving. The link has ended then.
     """
 
@@ -104,7 +115,7 @@ class NodeLink:
             interval_s=bounds.reconcile_interval_s,
             share=bounds.reconcile_share,
         )
-        self._reports = StaleReports(
+        self._reports = _StaleReports(
             index, pending_max=bounds.stale_pending_max, batch_max=bounds.batch_max, linger_s=bounds.stale_linger_s
         )
         self._lease: NodeLease | None = None
@@ -160,7 +171,7 @@ class NodeLink:
         self._announcer.add(changes)
 
     async def wait_announced(self, timeout_s: float = 30.0) -> None:
-        """Return when everything announced before the call is acknowledged; StoreUnavailable if that cannot be told."""
+        """Return when everything announced before the call is acknowledged; StoreUnavailable if that is not known."""
         if self._superseded is not None:
             raise StaleIncarnation(self._superseded.message)
         try:
@@ -336,3 +347,52 @@ class NodeLink:
     def _backoff(self) -> Backoff:
         config = self._index.endpoints.config
         return Backoff(config.backoff_initial_s, config.backoff_max_s)
+
+
+class _StaleReports:
+    """Reports of wrong locations on their way to the index: best effort, bounded, never waited for.
+
+    The oldest reports are forgotten when it is full: an unreported location costs each reader one miss.
+    """
+
+    def __init__(self, index: IndexClient, *, pending_max: int, batch_max: int, linger_s: float) -> None:
+        self._index = index
+        self._pending: deque[StaleLocation] = deque(maxlen=pending_max)
+        self._batch_max = batch_max
+        self._linger_s = linger_s
+        self._work = asyncio.Event()
+
+    def limit_items(self, items_max: int) -> None:
+        """Send at most so many at once from now on."""
+        self._batch_max = min(self._batch_max, items_max)
+
+    def add_page(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
+        """Queue a report that `source` did not hold a page that it was said to hold, in any tier."""
+        for tier in (Tier.STAGING, Tier.DISK):
+            place = Location(node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << key.shard)
+            self._pending.append(
+                StaleLocation(
+                    keyspace=key.keyspace, chunk_hash=key.chunk_hash, group_head_hash=group_head_hash, location=place
+                )
+            )
+        self._work.set()
+
+    async def run(self) -> None:
+        """Send reports until cancelled."""
+        config = self._index.endpoints.config
+        backoff = Backoff(config.backoff_initial_s, config.backoff_max_s)
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            await asyncio.sleep(self._linger_s)
+            while self._pending:
+                batch = [self._pending.popleft() for _ in range(min(self._batch_max, len(self._pending)))]
+                try:
+                    await self._index.report_stale(batch)
+                    backoff.reset()
+                except _UNREACHED:
+                    room = (self._pending.maxlen or 0) - len(self._pending)
+                    self._pending.extendleft(reversed(batch[-room:] if room else []))
+                    await asyncio.sleep(backoff.next_s())
+                except KvPoolError as error:
+                    _log.warning("the index refuses %d reports of stale locations: %s", len(batch), error)

@@ -37,9 +37,9 @@ _SMALL_CHUNKS = 512  # a range of so many is replaced as a whole, if need be
 _CELLS_WAITING_MAX = 64  # to be replaced, before the round goes on
 _IDLE_INTERVALS = 30  # between two rounds of a node that never held anything
 _ENCODINGS_MAX = 4096
-_PAUSE_S = 1.0  # after a failure that nobody expected
-# Of the same difference, after which it is left for a while, as the index cannot hold it. A few in vain mean nothing:
-# they may be lost with a connection or a Redis.
+_PAUSE_S = 1.0  # after an unexpected failure
+# Acknowledged ones of the same difference, after which it is left for a while, as the index cannot hold it. A few in
+# vain mean nothing: they may be lost with a Redis.
 _VAIN_REPAIRS = 8
 _VAIN_ROUNDS = 64  # after which it is repaired again
 _STEP_S = 0.0005  # of computing digests between two pauses
@@ -76,7 +76,7 @@ class Reconciler:
     split, so that what is announced does not grow with the number of chunks.
 
     The index names 64 nodes of a chunk at most. A node that it leaves out sees a difference that no repair mends: one
-    that two repairs leave as it was is taken for that, and is repaired again after 64 rounds.
+    that eight acknowledged repairs leave as it was is taken for that, and is repaired again after 64 rounds.
 
     A node that never held anything compares in one call, and seldom: the index can only have what an earlier process
     left, and drops that when this one registers.
@@ -109,6 +109,7 @@ class Reconciler:
         self._touched_cells: set[Cell] = set()  # the same
         self._differed: set[int] = set()  # ranges, in the last complete round
         self._vain: dict[int, _VainRepairs] = {}  # by range that still differs
+        self._repaired: dict[int, int] = {}  # ranges in this round, by what they differed
         self._round_number = 0
         self._idle_intervals = 0  # since the last complete round
         self._asked = asyncio.Event()
@@ -179,6 +180,7 @@ class Reconciler:
 
     async def _round(self) -> None:
         began_s = self._loop.time()
+        self._repaired.clear()
         unsure = self._queue.unsure
         self._replace_if_waiting(self._directory.keep_large_apart())
         slice_ranges = RANGE_COUNT if self._directory.is_empty else _SLICE_RANGES
@@ -208,11 +210,14 @@ class Reconciler:
         for number in undecided:
             await self._repair_range(number)
             await self._wait_for_room()
-        await self._until(lambda: not self._queue.waiting_count)
-        last = self._queue.last_sequence
-        await self._until(lambda: self._queue.is_acknowledged(last))
-        if self._asked.is_set():
-            return
+        discards = -1
+        while discards != self._queue.discard_count:  # else what was refused is on its way again
+            discards = self._queue.discard_count
+            await self._until(lambda: not self._queue.waiting_count)
+            await self._wait_acknowledged()
+            if self._asked.is_set():
+                return
+        self._count_repairs()
         if unsure:
             self._queue.unsure = False
             self._wake()
@@ -258,13 +263,19 @@ class Reconciler:
             self._vain.pop(number, None)
             return False
         known = self._vain.get(number)
-        if known is None or known.difference != difference:
-            self._vain[number] = _VainRepairs(difference, count=1, last_round=self._round_number)
-            return True
-        if known.count >= _VAIN_REPAIRS and self._round_number - known.last_round < _VAIN_ROUNDS:
+        is_vain = known is not None and known.difference == difference and known.count >= _VAIN_REPAIRS
+        if known is not None and is_vain and self._round_number - known.last_round < _VAIN_ROUNDS:
             return False
-        known.count, known.last_round = known.count + 1, self._round_number
+        self._repaired[number] = difference
         return True
+
+    def _count_repairs(self) -> None:
+        """Count the repairs of this round, all of which are acknowledged."""
+        for number, difference in self._repaired.items():
+            known = self._vain.get(number)
+            if known is None or known.difference != difference:
+                known = self._vain[number] = _VainRepairs(difference, count=0, last_round=0)
+            known.count, known.last_round = known.count + 1, self._round_number
 
     async def _repair(self, differing: Mapping[int, int]) -> None:
         """Repair ranges, by the digests that the index has of them."""
@@ -379,6 +390,10 @@ class Reconciler:
         """Wait until the index has what was announced so far: until then, that cannot be compared."""
         offered = self._queue.offered
         await self._until(lambda: self._queue.is_batched(offered))
+        await self._wait_acknowledged()
+
+    async def _wait_acknowledged(self) -> None:
+        """Wait until the index has every batch so far, or refuses one."""
         last = self._queue.last_sequence
         await self._until(lambda: self._queue.is_acknowledged(last))
 

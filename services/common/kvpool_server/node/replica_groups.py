@@ -57,7 +57,7 @@ class GroupStore:
         return (group.chunks.get(field) if group else None) or (self._floors[_bucket(key)], False, None)
 
     def open(self, key: bytes, *, asked_for: bool) -> Group:
-        """A group to be changed; `close` must follow at once. One that nobody asked for does not push out others."""
+        """A group to be changed; `close` must follow at once. One that was not asked for does not evict others."""
         group = self.groups.get(key)
         if group is None:
             group = self.groups[key] = Group()

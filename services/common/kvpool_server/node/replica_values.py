@@ -49,7 +49,7 @@ class SharedValues:
             self.used_bytes -= value.size_bytes
 
     def clear(self) -> None:
-        """Forget all; nobody may use one any more."""
+        """Forget all; none may be used any more."""
         self._values.clear()
         self.used_bytes = 0
 

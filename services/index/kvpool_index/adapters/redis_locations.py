@@ -11,10 +11,10 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import InvalidRequest, LeaseLost, Overloaded, StoreUnavailable
@@ -67,12 +67,12 @@ _log = logging.getLogger(__name__)
 _APPLY: Final = load_script("apply_change")
 _SPLIT: Final = load_script("split_group")
 _CORRECT: Final = load_script("correct_digest")
-_CHANGED: Final = 1
-_TOO_LARGE: Final = 2  # changed, and the group is to be split
+_TOO_LARGE: Final = 1  # changed, and the group is to be split
 _FENCED: Final = -1
 _IS_SPLIT: Final = -2
 _IS_WHOLE: Final = -3
 _PART_OPERATIONS: Final = 512
+_CALL_OPERATIONS: Final = 64  # of one group by one script: a third of a millisecond
 _SCAN_COUNT: Final = b"512"
 _FEW_COUNT: Final = b"32"  # groups; what one step decodes is nothing to a match beside it
 _FEW_GROUPS: Final = 8  # of split ones, whose digests are read at once
@@ -90,7 +90,7 @@ _NOTHING: Final = Operation(ordinal=0, full_shards=0).pack(0)
 
 
 class RedisLocationStore:
-    """LocationStore over Redis. A read is one pipeline of HMGETs; a change is one single-key script a chunk."""
+    """LocationStore over Redis. A read is one pipeline of HMGETs; a change is one script a group, in one slot."""
 
     def __init__(
         self,
@@ -177,42 +177,65 @@ class RedisLocationStore:
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         states: list[ChunkState] = []
         for part in _parts(operations):
-            answers = await self._change(part, fence)
-            if any(status == _FENCED for status, _, _ in answers):
-                raise LeaseLost("a later announce stream of this node has taken over")
-            states += [_state(each, answer) for each, answer in zip(part, answers, strict=True)]
+            changes = zip(part, await self._change(part, fence), strict=True)
+            states += [_state(each, abs(version), value) for each, (version, value) in changes]
         return states
 
     async def remove(self, operations: Sequence[ChunkOperation]) -> list[ChunkState | None]:
         states: list[ChunkState | None] = []
         for part in _parts(operations):
-            states += [
-                _state(each, answer) if answer[0] in (_CHANGED, _TOO_LARGE) else None
-                for each, answer in zip(part, await self._change(part, None), strict=True)
-            ]
+            changes = zip(part, await self._change(part, None), strict=True)
+            states += [_state(each, version, value) if version > 0 else None for each, (version, value) in changes]
         return states
 
-    async def _change(self, operations: Sequence[ChunkOperation], fence: StreamFence | None) -> list[Any]:
-        """Run the script for each, in one round unless it turns out which groups are split; its answers in order."""
+    async def _change(self, operations: Sequence[ChunkOperation], fence: StreamFence | None) -> list[tuple[int, bytes]]:
+        """Run the script for each group, in one round unless it turns out which groups are split.
+
+        Return for each operation the version, negative if the value is as it was, and the value.
+        """
         checks, check_keys = self._nodes.fence_commands(fence) if fence is not None else ([], [])
         number = fence.number if fence is not None else 0
-        answers: list[Any] = [None] * len(operations)
-        pending = list(range(len(operations)))
-        while pending:
-            chosen = [operations[at] for at in pending]
-            commands = [*checks, *(self._command(each, number) for each in chosen)]
-            replies = await self._changes.run_all(commands, [*check_keys, *map(self._key, chosen)], _APPLY)
+        answers: list[tuple[int, bytes]] = [(0, b"")] * len(operations)
+        pending: Iterable[int] = range(len(operations))
+        large: set[bytes] = set()
+        while calls := self._calls(operations, pending):
+            commands = [*checks, *(self._command([operations[at] for at in call], number) for call in calls)]
+            keys = [*check_keys, *(self._key(operations[call[0]]) for call in calls)]
+            replies = await self._changes.run_all(commands, keys, _APPLY)
             if fence is not None:
                 self._nodes.check_fence(fence, replies[: len(checks)])
-            for at, answer in zip(pending, replies[len(checks) :], strict=True):
-                answers[at] = answer
-            pending = [at for at in pending if answers[at][0] in (_IS_SPLIT, _IS_WHOLE)]
-            for at in pending:
-                self._remember(_place(operations[at]), is_split=answers[at][0] == _IS_SPLIT)
-        large = {_place(each) for each, answer in zip(operations, answers, strict=True) if answer[0] == _TOO_LARGE}
+            again: list[int] = []
+            for call, reply in zip(calls, replies[len(checks) :], strict=True):
+                status, place = reply[0], _place(operations[call[0]])
+                if status == _FENCED:
+                    raise LeaseLost("a later announce stream of this node has taken over")
+                if status in (_IS_SPLIT, _IS_WHOLE):
+                    self._remember(place, is_split=status == _IS_SPLIT)
+                    again += call
+                    continue
+                if status == _TOO_LARGE:
+                    large.add(place)
+                for at, change in zip(call, zip(reply[1::2], reply[2::2], strict=True), strict=True):
+                    answers[at] = change
+            pending = again
         for place in large:
             await self._split(place)
         return answers
+
+    def _calls(self, operations: Sequence[ChunkOperation], positions: Iterable[int]) -> list[list[int]]:
+        """Positions of operations that one script can do: those of one group, or of one part of a split group."""
+        open_calls: dict[tuple[bytes, bytes], list[int]] = {}
+        calls: list[list[int]] = []
+        for at in positions:
+            each = operations[at]
+            place = each.keyspace + each.group_head
+            home = (place, each.chunk_hash[:1] if place in self._split_places else b"")
+            call = open_calls.get(home)
+            if call is None or len(call) == _CALL_OPERATIONS:
+                call = open_calls[home] = []
+                calls.append(call)
+            call.append(at)
+        return calls
 
     async def _split(self, place: bytes) -> None:
         """Split a group, unless that has to wait: a later change will ask for it again."""
@@ -303,7 +326,7 @@ class RedisLocationStore:
                 some = missing[start : start + _DIGESTED_AT_ONCE]
                 # Any change of a part does so, also one that changes nothing.
                 nothing = [
-                    self._script(key[-1 - 2 * HASH_BYTES : -1], key[-1:].ljust(FIELD_BYTES, b"\0"), _NOTHING, key)
+                    self._script(key[-1 - 2 * HASH_BYTES : -1], (key[-1:].ljust(FIELD_BYTES, b"\0"), _NOTHING), key)
                     for key in some
                 ]
                 await self._changes.run_all(nothing, some, _APPLY)
@@ -383,19 +406,24 @@ class RedisLocationStore:
                 if cursor == b"0":
                     break
 
-    def _command(self, each: ChunkOperation, fence: int) -> bytes:
-        place, field = _place(each), each.chunk_hash[:FIELD_BYTES]
+    def _command(self, call: Sequence[ChunkOperation], fence: int) -> bytes:
+        place, words = _place(call[0]), list[bytes]()
         part = None
         if place in self._split_places:
-            part = self._split_keys[range_of(place)] + place + field[:1]
-        return self._script(place, field, each.operation.pack(fence), part)
+            part = self._split_keys[range_of(place)] + place + call[0].chunk_hash[:1]
+        operation: Operation | None = None
+        for each in call:
+            is_same = each.operation is operation
+            operation = each.operation
+            words += each.chunk_hash[:FIELD_BYTES], b"" if is_same else operation.pack(fence)
+        return self._script(place, words, part)
 
-    def _script(self, place: bytes, field: bytes, operation: bytes, part: bytes | None) -> bytes:
-        """The command that changes a chunk. part: the key of the chunk's part of a split group."""
+    def _script(self, place: bytes, words: Sequence[bytes], part: bytes | None) -> bytes:
+        """The command that changes chunks of a group. part: the key of the chunks' part of a split group."""
         number = range_of(place)
         keys = [self._prefixes[number] + place, self._digest_keys[number]]
         keys += [self._group_keys[number]] if part is None else [self._split_keys[number], part]
-        return pack_script(_APPLY, keys, field, operation, self._tombstone_ms)
+        return pack_script(_APPLY, keys, self._tombstone_ms, *words)
 
     def _span_keys(self, span: PartSpan) -> tuple[bytes, bytes]:
         """The keys of a group and of one of its parts."""
@@ -439,8 +467,7 @@ def _entries_of(key: bytes, *, is_part: bool) -> Callable[[bytes], NodeEntry]:
     return partial(NodeEntry, place[:HASH_BYTES], place[HASH_BYTES:])
 
 
-def _state(each: ChunkOperation, answer: Any) -> ChunkState:
-    _, version, value = answer
+def _state(each: ChunkOperation, version: int, value: bytes) -> ChunkState:
     return ChunkState(
         keyspace=each.keyspace, group_head=each.group_head, chunk_hash=each.chunk_hash, value=value, version=version
     )

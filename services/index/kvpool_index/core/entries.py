@@ -15,7 +15,7 @@ the same: no node has the chunk.
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvpool.core.cluster import ALL_SHARDS, CHAIN_GROUP_CHUNKS, ChainQuery, LocationChange
 from kvpool.core.errors import InvalidRequest
@@ -193,8 +193,7 @@ class GroupRead:
     fields: Sequence[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class NodeEntry:
+class NodeEntry(NamedTuple):
     """A chunk of which some node holds something; the field is the first 8 bytes of its hash."""
 
     keyspace: bytes  # 16 bytes
@@ -210,8 +209,7 @@ class NamedChunk:
     ordinals: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkOperation:
+class ChunkOperation(NamedTuple):
     """An operation and the chunk it is for."""
 
     keyspace: bytes
@@ -318,5 +316,5 @@ def removal_of(entry: NodeEntry, ordinal: int) -> ChunkOperation:
 
 def one_tier(tier: int, shards: int) -> TierMasks:
     """Masks with the shards in one tier and nothing in the others."""
-    gpu, staging, disk = (shards if tier == each else 0 for each in TIERS)
-    return gpu, staging, disk
+    at = TIERS.index(tier)
+    return shards if at == 0 else 0, shards if at == 1 else 0, shards if at == 2 else 0

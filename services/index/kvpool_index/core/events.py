@@ -5,7 +5,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from kvpool.core.cluster import ChunkBatch, ChunkEvent, NodeEvent, NodeInfo
 from kvpool.core.errors import InvalidRequest
@@ -26,8 +26,7 @@ _CHUNK: Final = struct.Struct("<16s16sBHQ")
 _NODE: Final = struct.Struct("<BQ")  # alive, incarnation; then the packed info
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkState:
+class ChunkState(NamedTuple):
     """The whole value of one chunk after a change; versions of one chunk grow."""
 
     keyspace: bytes

@@ -236,8 +236,13 @@ def pack_load(load: NodeLoad) -> bytes:
 
 def unpack_load(data: bytes | None) -> NodeLoad:
     """The inverse of pack_load; zeros for what was not reported, or not yet known to the version that wrote it."""
-    figures = struct.unpack_from(f"<{len(data) // 8}q", data) if data else ()
+    if not data:
+        return _NO_LOAD  # the same for all agents, which a replica reads once a second
+    figures = struct.unpack_from(f"<{len(data) // 8}q", data)
     return NodeLoad(**dict(zip(_LOAD_FIELDS, figures, strict=False)))
+
+
+_NO_LOAD: Final = NodeLoad()
 
 
 # Only ever added to, at the end: older versions read what they know.

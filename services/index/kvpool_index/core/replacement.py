@@ -18,7 +18,7 @@ from kvpool.core.location_digest import (
     part_of,
     range_of,
 )
-from kvpool_index.core.entries import ChunkOperation, NodeEntry, Operation, one_tier, removal_of
+from kvpool_index.core.entries import EVERY_SHARD, TIERS, ChunkOperation, NodeEntry, Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +69,24 @@ class Replacement:
         for change in changes:
             at = NodeEntry(change.keyspace, change.group_head_hash, change.chunk_hash[:FIELD_BYTES])
             _, shards = self._held.setdefault(at, (change.chunk_hash, [0, 0, 0]))
-            for tier, added in enumerate(one_tier(change.tier, change.added_shards)):
-                shards[tier] |= added
+            shards[TIERS.index(change.tier)] |= change.added_shards
 
     def operations(self) -> list[ChunkOperation]:
         """What makes the store's entries of the chunks named say just what is held."""
         found: list[ChunkOperation] = []
+        known: dict[tuple[int, int, int, int], Operation] = {}  # few differ
         for at, (chunk_hash, shards) in self._held.items():
             gpu, staging, disk = shards
-            operation = Operation(
-                ordinal=self._ordinal,
-                full_shards=self._full_shards(at.keyspace),
-                added=(gpu, staging, disk),
-                removed=(ALL_SHARDS & ~gpu, ALL_SHARDS & ~staging, ALL_SHARDS & ~disk),
-            )
-            found.append(
-                ChunkOperation(
-                    keyspace=at.keyspace, chunk_hash=chunk_hash, group_head=at.group_head, operation=operation
+            kind = (self._full_shards(at.keyspace), gpu, staging, disk)
+            operation = known.get(kind)
+            if operation is None:
+                operation = known[kind] = Operation(
+                    ordinal=self._ordinal,
+                    full_shards=kind[0],
+                    added=(gpu, staging, disk),
+                    removed=(ALL_SHARDS & ~gpu, ALL_SHARDS & ~staging, ALL_SHARDS & ~disk),
                 )
-            )
+            found.append(_operation(at, chunk_hash, operation))
         return found
 
     def leave_out(self, operations: Iterable[ChunkOperation]) -> None:
@@ -104,7 +103,7 @@ class Replacement:
         found = dict.fromkeys(ranges, 0)
         for at, print_ in self._fingerprints():
             number = range_of(at.group_head)
-            if number in found and (at.keyspace, at.group_head) not in without:
+            if number in found and not (without and (at.keyspace, at.group_head) in without):
                 found[number] ^= print_
         return found
 
@@ -113,12 +112,21 @@ class Replacement:
         return reduce(xor, (print_ for _, print_ in self._fingerprints()), 0)
 
     def _fingerprints(self) -> Iterator[tuple[NodeEntry, int]]:
-        for at, (_, shards) in self._held.items():
+        packed: dict[tuple[int, int, int, int], bytes] = {}  # few differ
+        for at, (_, (gpu, staging, disk)) in self._held.items():
             if at in self._left_out:
                 continue
-            held = holding(shards, self._full_shards(at.keyspace))
+            kind = (self._full_shards(at.keyspace), gpu, staging, disk)
+            held = packed.get(kind)
+            if held is None:
+                held = packed[kind] = holding(kind[1:], kind[0])
             yield at, fingerprint(at.keyspace + at.group_head + at.field, held)
 
     def removals(self, entries: Iterable[NodeEntry]) -> list[ChunkOperation]:
         """What removes those of the node's entries that are not named."""
-        return [removal_of(at, self._ordinal) for at in entries if at not in self._held]
+        operation = Operation(ordinal=self._ordinal, full_shards=0, removed=EVERY_SHARD)
+        return [_operation(at, at.field, operation) for at in entries if at not in self._held]
+
+
+def _operation(at: NodeEntry, chunk_hash: bytes, operation: Operation) -> ChunkOperation:
+    return ChunkOperation(keyspace=at.keyspace, chunk_hash=chunk_hash, group_head=at.group_head, operation=operation)

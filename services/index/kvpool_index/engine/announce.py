@@ -320,6 +320,8 @@ class ReconcileService:
         """
         found = dict(zip(ranges, await self._store.digests(ordinal, ranges), strict=True))
         wanted = truth.digests(ranges)
+        if found == wanted:
+            return {}
         in_parts: dict[int, int] = {}
         split: set[tuple[bytes, bytes]] = set()
         for number in [each for each in ranges if found[each] != wanted[each]]:

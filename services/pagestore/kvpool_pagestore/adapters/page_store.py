@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -41,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 _LOAD_ROWS: Final = 1 << 14
 _SCAN_ROWS: Final = 1 << 13
-_FORGOTTEN_ROWS: Final = 256  # under the lock at once
+_FORGOTTEN_ROWS: Final = 1024  # under the lock at once
 _UNSYNCED_PAGES: Final = 1 << 14  # deleted, of which each takes 300 bytes until that is synced
 _PROBE_NAME: Final = "probe"
 _Freed = list[tuple[PageKey, Extents]]
@@ -294,11 +293,18 @@ class _Pages:
         following: bytes | None
         following, end = keyspace_bounds(keyspace)
         while following is not None:
-            with self._lock:  # for a millisecond: writers of other keyspaces wait for it
-                following = self._forget_some(following, end)
-            if len(self._unsynced) >= _UNSYNCED_PAGES:
+            keys, records = list[bytes](), list[bytes]()
+            while following is not None and len(keys) < _UNSYNCED_PAGES:
+                with self._lock:  # for some milliseconds: writers of other keyspaces wait for it
+                    following = self._forget_some(following, end, keys, records)
+            try:
                 self._sync()
-        self._sync()
+            except BaseException:
+                with self._lock:
+                    freed = zip(keys, records, strict=True)
+                    self._unsynced += [(PageKey.unpack(key), decode_place(record)[1]) for key, record in freed]
+                raise
+            self._blocks.give_all_unless_read(keys, records)
 
     def probe(self) -> None:
         """Find the room that was not there, and read a page. Raises StoreFault while either fails."""
@@ -352,18 +358,22 @@ class _Pages:
         _log.warning("forgetting %d pages whose blocks are not theirs", count)
         self.database.write(batch, sync=True)
 
-    def _forget_some(self, first: bytes, end: bytes) -> bytes | None:
-        """Delete the next records from `first` on, short of `end`; where to go on, None if there are no more."""
-        batch, freed, last = WriteBatch(raw_mode=True), _Freed(), None
-        for packed, encoded in islice(rows(self.database, RECORDS, first, end), _FORGOTTEN_ROWS):
-            batch.delete(packed, self.database.handle(RECORDS))
-            freed.append((PageKey.unpack(packed), decode_place(encoded)[1]))
-            last = packed
-        if last is None:
+    def _forget_some(self, first: bytes, end: bytes, keys: list[bytes], records: list[bytes]) -> bytes | None:
+        """Delete the next records from `first` on, short of `end`, and append what they were.
+
+        Return where to go on, None if there are no more.
+        """
+        # A new scan each time: others delete records between two calls, and their blocks are free then.
+        found = next(row_blocks(self.database, RECORDS, _FORGOTTEN_ROWS, first, end), None)
+        if found is None:
             return None
+        following = found[0][-1] + b"\0"
+        batch = WriteBatch(raw_mode=True)
+        batch.delete_range(found[0][0], following, self.database.handle(RECORDS))
         self.database.write(batch, sync=False)
-        self._unsynced += freed
-        return last + b"\0"
+        keys += found[0]
+        records += found[1]
+        return following
 
     def _place(self, pages: Sequence[PageWrite]) -> list[PageRecord]:
         """Blocks for each page. Raises QuotaExceeded if they are not there, StoreFault if files cannot grow."""

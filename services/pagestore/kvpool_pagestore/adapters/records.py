@@ -116,6 +116,14 @@ class UsedBlocks(NamedTuple):
         order = np.argsort(np.frombuffer(places, np.uint64))
         return cls(np.frombuffer(places, np.uint64)[order], np.frombuffer(counts, np.uint32)[order], last_number)
 
+    def merged(self) -> list[Extent]:
+        """Extents with their neighbours in one. `joined` only."""
+        ends = self.places + self.counts
+        begins = np.flatnonzero(np.concatenate([[True], self.places[1:] != ends[:-1]]))
+        counts = (ends[np.append(begins[1:], len(ends)) - 1] - self.places[begins]).tolist()
+        places = self.places[begins].tolist()
+        return [Extent(at >> 32, at & 0xFFFFFFFF, count) for at, count in zip(places, counts, strict=True)]
+
     @property
     def files(self) -> set[int]:
         """In which there are any. `joined` only."""

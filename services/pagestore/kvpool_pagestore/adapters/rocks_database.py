@@ -258,13 +258,17 @@ def rows(
         cursor.status()
 
 
-def row_blocks(database: RocksDatabase, family: str, count: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+def row_blocks(
+    database: RocksDatabase, family: str, count: int, first: bytes = b"", end: bytes | None = None
+) -> Iterator[tuple[list[bytes], list[bytes]]]:
     """Keys and values of a family, `count` at a time, as `rows` finds them, but in half the time."""
-    table, last = database.family(family), b""
+    table, last = database.family(family), first
     with store_faults(f"scanning {family}"):
         options = ReadOptions()
         options.fill_cache(False)  # type: ignore[call-arg]  # each block is read once; the stub lacks the argument
-        found = table.items(read_opt=options)
+        if end is not None:
+            options.set_iterate_upper_bound(end)
+        found = table.items(from_key=first, read_opt=options)
         while True:
             while flat := list(chain.from_iterable(islice(found, count))):
                 yield flat[::2], flat[1::2]
@@ -274,6 +278,8 @@ def row_blocks(database: RocksDatabase, family: str, count: int) -> Iterator[tup
             cursor.seek(last)
             if cursor.valid() and cursor.key() == last:
                 cursor.next()
+            if cursor.valid() and end is not None and cursor.key() >= end:
+                return
             if not cursor.valid():
                 cursor.status()
                 return

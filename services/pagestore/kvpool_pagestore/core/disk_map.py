@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
@@ -71,7 +72,7 @@ class _ChunkRows(PackedRows):
 class DiskMap:
     """Pages of the disk tier, and which chunks of them go when it is full.
 
-    Some 160 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
+    Some 150 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
     """
 
     def __init__(self, page_bytes: PageBytes, events: PageEvents, now_us: Callable[[], int]) -> None:
@@ -209,10 +210,32 @@ class DiskMap:
             self._events.publish(PagesLeft([key for key, _ in removed]))
         return removed
 
-    def remove_chunk(self, name: bytes) -> list[PageKey]:
-        """Forget all pages of a chunk, named as by `names`; which they were."""
-        row = self._find(name)
-        return [key for key, _ in self.remove(self._chunk(row).keys)] if row >= 0 else []
+    def remove_chunks(self, names: Iterable[bytes]) -> list[PageKey]:
+        """Forget all pages of chunks, named as by `names`; which they were."""
+        removed: list[PageKey] = []
+        sizes: dict[tuple[bytes, int], int] = {}  # of chunks by keyspace and bitmap of shards: few differ
+        left_bytes: Counter[bytes] = Counter()
+        for name in names:
+            row = self._find(name)
+            if row < 0:
+                continue
+            keyspace, chunk_hash, shards = name[:HASH_BYTES], name[HASH_BYTES:], self._rows.shards[row]
+            keys = [PageKey(keyspace, chunk_hash, shard) for shard in shards_in(shards)]
+            size_bytes = sizes.get((keyspace, shards))
+            if size_bytes is None:
+                size_bytes = sizes[keyspace, shards] = sum(map(self.page_bytes, keys))
+            left_bytes[keyspace] += size_bytes
+            removed += keys
+            self._rows.shards[row] = 0
+            self._kept.forget(row)
+            self._policy.remove(name)
+        self.page_count -= len(removed)
+        for keyspace, size_bytes in left_bytes.items():
+            self.size_bytes -= size_bytes
+            self._events.publish(BytesHeld(keyspace, -size_bytes))
+        if removed:
+            self._events.publish(PagesLeft(removed))
+        return removed
 
     def oldest(
         self,

@@ -34,6 +34,7 @@ _SAME_USE_SHARE = 128  # uses within this part of the keys inside are one: shard
 _WINDOW_SHARE = 8  # ticks of the LRU window for each key, at most
 _EXACT_KEYS = 4096  # with fewer keys inside, each score has a queue of its own
 _NEVER, _SCORE_BITS = 1 << 62, 48
+_PLAIN_CLASS = 1 - EXPIRED_PRIORITY
 _TURN = 256  # entries of a backlog that one call works off
 _MASK, _MULTIPLIER = (1 << 64) - 1, 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 
@@ -134,8 +135,9 @@ class EvictionPolicy(Generic[K]):
         self._parent, self._children, self._before, self._after, self._shelf, self._position = (
             array("i") for _ in range(6)
         )
-        self._last_use, self._score, self._rank = (array("q") for _ in range(3))  # rank: -1 while it cannot go
-        self._uses, self._flags = bytearray(), bytearray()
+        self._last_use, self._score = array("q"), array("q")
+        # class: the priority in its rank, from 1 on, of a row in a queue; 0 while it cannot go.
+        self._uses, self._flags, self._class = bytearray(), bytearray(), bytearray()
         self._retained: dict[int, Retention] = {}  # rows whose retention is not plain
         self._due: list[tuple[int, int]] = []  # when to place a row again, and the row
         self._due_of: dict[int, int] = {}  # the entry of `_due` that counts, by row
@@ -209,26 +211,25 @@ class EvictionPolicy(Generic[K]):
         follows[follows] = positions[parents[follows]] == positions[follows] - 1
         parents = np.where(follows, parents, NO_ROW).astype(np.int32)
         children = np.bincount(parents[follows], minlength=count).astype(np.int32)
-        shelves, ranks = np.zeros(count, np.int32), np.full(count, NO_ROW, np.int64)
+        shelves, classes = np.zeros(count, np.int32), np.zeros(count, np.uint8)
         before, after = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        rank = self._window.now | -EXPIRED_PRIORITY << _SCORE_BITS
+        rank = self._window.now | _PLAIN_CLASS << _SCORE_BITS
         for domain, begin, end in domains:
             self._shelf_count += 1
             number = self._shelf_of[domain] = self._shelf_count
             shelf = self._shelves[number] = _Shelf(domain, key_count=end - begin)
             shelves[begin:end] = number
             leaves = begin + np.flatnonzero(children[begin:end] == 0)
-            ranks[leaves], before[leaves[0]], after[leaves[-1]] = rank, NO_ROW, NO_ROW
+            classes[leaves], before[leaves[0]], after[leaves[-1]] = _PLAIN_CLASS, NO_ROW, NO_ROW
             before[leaves[1:]], after[leaves[:-1]] = leaves[:-1], leaves[1:]
             shelf.ranks, shelf.first[rank], shelf.last[rank] = [rank], int(leaves[0]), int(leaves[-1])
         self._parent, self._children, self._before, self._after, self._shelf, self._position = (
             array("i", column.tobytes()) for column in (parents, children, before, after, shelves, positions)
         )
         scores = np.full(count, self._window.now, np.int64)
-        self._last_use, self._score, self._rank = (
-            array("q", column.tobytes()) for column in (np.zeros(count, np.int64), scores, ranks)
-        )
+        self._last_use, self._score = (array("q", column.tobytes()) for column in (np.zeros(count, np.int64), scores))
         self._uses, self._flags = bytearray(b"\x01" * count), bytearray(bytes([_PRESENT]) * count)
+        self._class = bytearray(classes)
         self._count = count
         self._rebuild_heap()
 
@@ -315,13 +316,12 @@ class EvictionPolicy(Generic[K]):
         row = self._rows.add(key)
         if row == len(self._flags):  # a part of the columns at a time
             self._parent.extend([NO_ROW] * _TURN)
-            self._rank.extend([NO_ROW] * _TURN)
             for column in (self._children, self._before, self._after, self._shelf, self._position):
                 column.extend([0] * _TURN)
             self._last_use.extend([0] * _TURN)
             self._score.extend([0] * _TURN)
-            self._uses += bytes(_TURN)
-            self._flags += bytes(_TURN)
+            for flags in (self._uses, self._flags, self._class):
+                flags += bytes(_TURN)
         self._position[row] = min(position, _MAX_POSITION)
         return row
 
@@ -358,7 +358,7 @@ class EvictionPolicy(Generic[K]):
         self._place(above)
 
     def _leave(self, row: int) -> None:
-        if self._rank[row] >= 0:
+        if self._class[row]:
             self._unlink(row)
         self._retained.pop(row, None)
         shelf = self._shelves[self._shelf[row]]
@@ -391,6 +391,8 @@ class EvictionPolicy(Generic[K]):
         if count >= _EXACT_KEYS:  # 256 queues a window, 16 of a small domain
             large = self._shelves[self._shelf[row]].key_count >= _EXACT_KEYS
             score &= -1 << max(0, (width >> (8 if large else 4)).bit_length() - 1)
+        if self._class[row] and score != self._score[row]:
+            self._unlink(row)
         self._last_use[row], self._score[row] = window.now, score
         self._place(row)
 
@@ -419,23 +421,22 @@ class EvictionPolicy(Generic[K]):
 
     def _place(self, row: int) -> None:
         """Put it into the queue where it belongs now, if it may go at all."""
-        rank = self._score[row] | -EXPIRED_PRIORITY << _SCORE_BITS
+        its_class = _PLAIN_CLASS
         if self._flags[row] != _PRESENT or self._children[row]:
-            rank = NO_ROW
+            its_class = 0
         elif (retention := self._retained.get(row)) is not None:
             expired = 0 < retention.expires_us <= self._now_us
-            priority = EXPIRED_PRIORITY if expired else retention.priority
-            rank = self._score[row] | priority - EXPIRED_PRIORITY << _SCORE_BITS
+            its_class = 1 if expired else 1 + retention.priority - EXPIRED_PRIORITY
             if retention.pinned_until_us > self._now_us:
-                rank = NO_ROW
-        if rank != self._rank[row]:
-            if self._rank[row] >= 0:
+                its_class = 0
+        if its_class != self._class[row]:
+            if self._class[row]:
                 self._unlink(row)
-            if rank >= 0:
-                self._link(row, rank)
+            if its_class:
+                self._link(row, its_class)
 
-    def _link(self, row: int, rank: int) -> None:
-        number = self._shelf[row]
+    def _link(self, row: int, its_class: int) -> None:
+        number, rank = self._shelf[row], self._score[row] | its_class << _SCORE_BITS
         shelf = self._shelves[number]
         last = shelf.last.get(rank, NO_ROW)
         if last >= 0:
@@ -452,7 +453,7 @@ class EvictionPolicy(Generic[K]):
                 heappush(part.heap, (rank, number))
                 if len(part.heap) > 2 * len(part.shelves) + _TURN:
                     self._part = None
-        self._before[row], self._after[row], self._rank[row] = last, NO_ROW, rank
+        self._before[row], self._after[row], self._class[row] = last, NO_ROW, its_class
         shelf.last[rank] = row
 
     def _rebuild_heap(self) -> None:
@@ -464,7 +465,7 @@ class EvictionPolicy(Generic[K]):
         heapify(self._heap)
 
     def _unlink(self, row: int) -> None:
-        rank, before, after = self._rank[row], self._before[row], self._after[row]
+        rank, before, after = self._score[row] | self._class[row] << _SCORE_BITS, self._before[row], self._after[row]
         shelf = self._shelves[self._shelf[row]]
         if before >= 0:
             self._after[before] = after
@@ -476,7 +477,7 @@ class EvictionPolicy(Generic[K]):
             shelf.first[rank] = after
         elif after < 0:
             shelf.last[rank] = before
-        self._rank[row] = NO_ROW
+        self._class[row] = 0
 
     def _lowest(self, domains: Collection[Hashable] | None) -> int:
         """The row that would go next, or -1."""

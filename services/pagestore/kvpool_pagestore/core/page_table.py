@@ -7,7 +7,7 @@ others must learn is published as events before the method returns; see core/eve
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvpool.core.cluster import PageMetadata
@@ -391,6 +391,12 @@ class PageTable:
         self.make_clean(slot)
         self._update_use(slot)
         return True
+
+    def drop_all(self, keys: Iterable[PageKey]) -> None:
+        """Drop those of many pages that are in staging or on their way there: usually few are."""
+        for key in keys:
+            if key.chunk_hash in self._staged.get(key.keyspace, _NO_CHUNKS) or key in self._filling:
+                self.drop(key)
 
     # Sessions
 

@@ -215,7 +215,7 @@ class SegmentTable:
         """The page was used just now."""
         self._tick += 1
         slot.segment.last_used = self._tick
-        if slot.is_ranked:
+        if slot.idle is not None:
             self._class_of(slot).pages.touch(slot.name)
 
     def update_evictable(self, slot: Slot) -> None:
@@ -224,7 +224,7 @@ class SegmentTable:
             self._leave(slot)
             return
         evictable = slot.evictable
-        if not slot.is_ranked:
+        if slot.idle is None:
             self._enter(slot, evictable)
         elif evictable != slot.idle:
             size_class = self._class_of(slot)
@@ -243,7 +243,7 @@ class SegmentTable:
 
     def retain(self, slot: Slot) -> None:
         """The page's metadata says something else about how long it is to stay."""
-        if slot.is_ranked:
+        if slot.idle is not None:
             size_class = self._class_of(slot)
             size_class.pages.retain(slot.name, retention_of(slot.page.metadata))
             self._pins_changed(slot, size_class)
@@ -424,14 +424,14 @@ class SegmentTable:
         retention = retention_of(metadata)
         size_class.pages.insert(name, parent, position=metadata.chunk_index, domain=key.keyspace, retention=retention)
         size_class.rows.slots[size_class.rows.find(name)] = slot
-        slot.is_ranked = True
+        slot.idle = False
         if evictable:
             self._set_idle(slot, size_class, True)
         else:
             size_class.pages.hold(name)
 
     def _leave(self, slot: Slot) -> None:
-        if not slot.is_ranked:
+        if slot.idle is None:
             return
         size_class, name = self._class_of(slot), slot.name
         size_class.rows.slots[size_class.rows.find(name)] = None
@@ -439,7 +439,7 @@ class SegmentTable:
         if slot.idle:
             self._set_idle(slot, size_class, False)
         self._pins_changed(slot, size_class)
-        slot.is_ranked = False
+        slot.idle = None
 
     def _set_idle(self, slot: Slot, size_class: _SizeClass, idle: bool) -> None:
         segment = slot.segment

@@ -74,8 +74,8 @@ class Slot:
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.
     free_on_release: bool = False
     is_announced: bool = False  # others may know that the page is in staging
-    is_ranked: bool = False  # known to the eviction policy of its size class
-    idle: bool = False  # counted among its segment's evictable slots
+    # Whether it is counted among its segment's evictable slots; None: the policy of its size class does not know it.
+    idle: bool | None = None
     uses: int = 0  # of the page since it came here: leases, and stores that found it
     stay: int = 0  # counts the pages that have been here: distinguishes one page's stay from the next one's
 

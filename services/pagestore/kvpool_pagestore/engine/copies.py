@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from kvpool.core.cancel import CancelToken
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import LiveNode, NodeInfo, RemoteSource
 from kvpool.core.errors import (

@@ -45,10 +45,10 @@ class Clearing:
         keys = set(staged)
         count = len(keys)
 
-        def gone(key: PageKey) -> None:  # from disk; what was read from there meanwhile goes too
+        def gone(pages: Sequence[PageKey]) -> None:  # from disk; what was read from there meanwhile goes too
             nonlocal count
-            count += key not in keys
-            self._table.drop(key)
+            count += len(pages) - sum(map(keys.__contains__, pages))
+            self._table.drop_all(pages)
 
         if disk is not None and write_back is not None:
             # What is being written must be on disk before it is deleted there.

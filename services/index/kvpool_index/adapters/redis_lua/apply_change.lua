@@ -1,23 +1,27 @@
--- Changes one node's entry of one chunk: `apply_operation` of core/entries.py, where the format is described.
+-- Changes entries of some chunks of one group: `apply_operation` of core/entries.py, where the format is described. All of
+-- the changes are done, or none.
 --
 -- KEYS[1]  the chain group, a hash: 8-byte chunk field -> value; "" -> u64 version, then (u32 ordinal, u32 fence) pairs.
 --          The key ends with the keyspace id and the hash of the group's head
 -- KEYS[2]  digests of the group's range, a hash in the same slot: u32 ordinal -> u64 (big-endian), see location_digest.py
 -- KEYS[3]  groups of the range that have a chunk, a set in the same slot: keyspace id and head of each. Of a split group:
 --          those that are split, others: those that are not
--- KEYS[4]  of a split group only: the chunk's part of it, a hash in the same slot. 8-byte chunk field -> value, and u32
---          ordinal -> u64 digest of the node's chunks in this part, unless it has "u": then they are yet to be computed
+-- KEYS[4]  of a split group only: the part of it that has the chunks, a hash in the same slot. 8-byte chunk field -> value,
+--          and u32 ordinal -> u64 digest of the node's chunks in this part, unless it has "u": then they are yet to be
+--          computed
 --
 -- A group of more than SPLIT_CHUNKS chunks is to be split, see split_group.lua: from then on its hash has no chunks, but
 -- "s" -> u32 number of its chunks, until it is empty and its time is over. All keys are named by the caller: in a slot
 -- that is moving between members of a Cluster, only those are checked for being here.
 --
--- ARGV[1]  field of the chunk
--- ARGV[2]  u32 ordinal, u32 fence (0: not of an announce stream), u64 all_shards of the grid (0: not known),
+-- ARGV[1]  milliseconds for which an emptied group remembers its version and fences
+-- ARGV[2]  and every other one after it: field of a chunk
+-- ARGV[3]  and every other one after it: the operation, or "" for the same as that of the chunk before.
+--          u32 ordinal, u32 fence (0: not of an announce stream), u64 all_shards of the grid (0: not known),
 --          then u64 added and u64 removed for gpu, staging and disk
--- ARGV[3]  milliseconds for which an emptied group remembers its version and fences
--- Returns  {status, version, value}; status 1 changed, 2 changed, and the group is to be split, 0 as it was, -1 refused: a
---          later stream of the node was here, -2 nothing was done: it is split, -3 nothing was done: it is not split
+-- Returns  {status, then for each chunk its version, negative if its value is as it was, and its value}; status 0 done,
+--          1 done, and the group is to be split. Or, where nothing was done: {-1} a later stream of the node was here,
+--          {-2} it is split, {-3} it is not split
 local band, bor, bnot, bxor, lshift, tobit = bit.band, bit.bor, bit.bnot, bit.bxor, bit.lshift, bit.tobit
 local spread = unpack
 local unpack, pack, sub = struct.unpack, struct.pack, string.sub
@@ -26,14 +30,21 @@ local unpack, pack, sub = struct.unpack, struct.pack, string.sub
 local MAX_ENTRIES, MAX_FENCES = 64, 256
 local SPLIT_CHUNKS, SPLIT_AGAIN_CHUNKS = 1024, 64
 
-local key, field = KEYS[1], ARGV[1]
+local key = KEYS[1]
 local place = sub(key, -32)
-local home = KEYS[4] or key  -- where the chunk's value is
--- 1 ordinal, 2 fence, 3 and 4 grid; of tier t: 5 + 4t and on, added and removed; always the low half first
-local op = {unpack("<I4I4I4I4I4I4I4I4I4I4I4I4I4I4I4I4", ARGV[2])}
-local ordinal, fence, grid_low, grid_high = op[1], op[2], op[3], op[4]
-local got = redis.call("HMGET", key, "", "s", field)
-local meta, chunk_count, value = got[1] or "", nil, got[3] or ""
+local home = KEYS[4] or key  -- where the chunks' values are
+local count = (#ARGV - 1) / 2
+local names = {}
+for n = 1, count do
+  names[n] = ARGV[2 * n]
+end
+local got = redis.call("HMGET", key, "", "s", spread(names))
+local meta, chunk_count = got[1] or "", nil
+if got[2] and not KEYS[4] then
+  return {-2}
+elseif KEYS[4] and not got[2] then
+  return {-3}
+end
 
 local function fingerprint(of_field, held)
   local hex = redis.sha1hex(place .. of_field .. held)
@@ -51,15 +62,14 @@ local function entry_end(of_value, i)
   return flags and last <= #of_value and last or nil
 end
 
-if got[2] and not KEYS[4] then
-  return {-2, 0, ""}
-elseif KEYS[4] and not got[2] then
-  return {-3, 0, ""}
-elseif got[2] then
+local values = {}  -- by field, as of now
+if got[2] then
   chunk_count = #got[2] == 4 and unpack("<I4", got[2]) or 0
-  local in_part = redis.call("HMGET", home, field, "u")
-  value = in_part[1] or ""
-  if in_part[2] then
+  local in_part = redis.call("HMGET", home, "u", spread(names))
+  for n = 1, count do
+    values[names[n]] = in_part[n + 1] or ""
+  end
+  if in_part[1] then
     local digests, found = {}, {}  -- high and low half by ordinal; fields and values of the hash
     local flat = redis.call("HGETALL", home)
     for at = 1, #flat, 2 do
@@ -86,97 +96,144 @@ elseif got[2] then
     end
     redis.call("HDEL", home, "u")
   end
+else
+  for n = 1, count do
+    values[names[n]] = got[n + 2] or ""
+  end
 end
 
 local version, old_fences = 0, ""
 if #meta >= 8 and #meta % 8 == 0 then  -- else no index wrote it
   version, old_fences = unpack("<I8", meta), sub(meta, 9)
 end
-
 local fences = old_fences
-if fence > 0 then
-  local at
+
+-- Notes the stream of an operation; false if a later one of its node was here.
+local function pass_fence(ordinal, fence)
   for i = 1, #fences, 8 do
     if unpack("<I4", fences, i) == ordinal then
-      at = i
-      break
+      local known = unpack("<I4", fences, i + 4)
+      if fence > known then
+        fences = sub(fences, 1, i + 3) .. pack("<I4", fence) .. sub(fences, i + 8)
+      end
+      return fence >= known
     end
   end
-  if at then
-    if fence < unpack("<I4", fences, at + 4) then
-      return {-1, version, value}
-    end
-    fences = sub(fences, 1, at + 3) .. pack("<I4", fence) .. sub(fences, at + 8)
-  else
-    if #fences >= 8 * MAX_FENCES then
-      fences = sub(fences, 9)
-    end
-    fences = fences .. pack("<I4I4", ordinal, fence)
+  if #fences >= 8 * MAX_FENCES then
+    fences = sub(fences, 9)
   end
+  fences = fences .. pack("<I4I4", ordinal, fence)
+  return true
 end
 
-local before, after, mine_before, count, found = "", "", "", 0, false
-local grid_known = grid_low ~= 0 or grid_high ~= 0
-local low, high, kept = {0, 0, 0}, {0, 0, 0}, {}
-local i = 1
-while entry_end(value, i) do
-  local start, other, flags = i, unpack("<I4B", value, i)
-  local mine = other == ordinal
-  i = i + 5
-  for t = 0, 2 do
-    if band(flags, lshift(1, t)) ~= 0 then
-      if band(flags, lshift(16, t)) ~= 0 then
-        if mine then
-          low[t + 1], high[t + 1] = unpack("<I4I4", value, i)
+-- The value after an operation, and what its node's entry was and is, without the ordinal.
+-- op: 1 ordinal, 2 fence, 3 and 4 grid; of tier t: 5 + 4t and on, added and removed; always the low half first
+local function changed(value, op)
+  local ordinal, grid_low, grid_high = op[1], op[3], op[4]
+  local before, after, mine_before, entries, found = "", "", "", 0, false
+  local grid_known = grid_low ~= 0 or grid_high ~= 0
+  local low, high, kept = {0, 0, 0}, {0, 0, 0}, {}
+  local i = 1
+  while entry_end(value, i) do
+    local start, other, flags = i, unpack("<I4B", value, i)
+    local mine = other == ordinal
+    i = i + 5
+    for t = 0, 2 do
+      if band(flags, lshift(1, t)) ~= 0 then
+        if band(flags, lshift(16, t)) ~= 0 then
+          if mine then
+            low[t + 1], high[t + 1] = unpack("<I4I4", value, i)
+          end
+          i = i + 8
+        elseif mine and grid_known then
+          low[t + 1], high[t + 1] = grid_low, grid_high
+        elseif mine then
+          -- Which shards these are is not known: they stay as they are, or are forgotten with a change of this tier.
+          local a = 5 + 4 * t
+          kept[t + 1] = op[a] == 0 and op[a + 1] == 0 and op[a + 2] == 0 and op[a + 3] == 0
         end
-        i = i + 8
-      elseif mine and grid_known then
-        low[t + 1], high[t + 1] = grid_low, grid_high
-      elseif mine then
-        -- Which shards these are is not known: they stay as they are, or are forgotten with a change of this tier.
-        local a = 5 + 4 * t
-        kept[t + 1] = op[a] == 0 and op[a + 1] == 0 and op[a + 2] == 0 and op[a + 3] == 0
+      end
+    end
+    if mine then
+      found, mine_before = true, sub(value, start + 4, i - 1)
+    elseif other < ordinal then
+      before = before .. sub(value, start, i - 1)
+    else
+      after = after .. sub(value, start, i - 1)
+    end
+    entries = entries + 1
+  end
+
+  local flags, bitmaps = 0, ""
+  if found or entries < MAX_ENTRIES then
+    for t = 0, 2 do
+      local a = 5 + 4 * t
+      local l = band(bor(low[t + 1], op[a]), bnot(op[a + 2]))
+      local h = band(bor(high[t + 1], op[a + 1]), bnot(op[a + 3]))
+      if kept[t + 1] then
+        flags = bor(flags, lshift(1, t))
+      elseif l ~= 0 or h ~= 0 then
+        flags = bor(flags, lshift(1, t))
+        if l ~= tobit(grid_low) or h ~= tobit(grid_high) then
+          flags = bor(flags, lshift(16, t))
+          bitmaps = bitmaps .. pack("<I4I4", l, h)
+        end
       end
     end
   end
-  if mine then
-    found, mine_before = true, sub(value, start + 4, i - 1)
-  elseif other < ordinal then
-    before = before .. sub(value, start, i - 1)
+  local mine_after = flags ~= 0 and pack("B", flags) .. bitmaps or ""
+  return before .. (flags ~= 0 and pack("<I4", ordinal) .. mine_after or "") .. after, mine_before, mine_after
+end
+
+local now
+local answer, digests = {0}, {}  -- of digests, what changes: high and low half by ordinal
+local is_changed, appeared, vanished = {}, 0, 0
+local op
+for n = 1, count do
+  local field, packed = names[n], ARGV[2 * n + 1]
+  if packed ~= "" then
+    op = {unpack("<I4I4I4I4I4I4I4I4I4I4I4I4I4I4I4I4", packed)}
+    if op[2] > 0 and not pass_fence(op[1], op[2]) then
+      return {-1}
+    end
+  end
+  local value = values[field]
+  local result, mine_before, mine_after = changed(value, op)
+  if result == value then
+    answer[2 * n] = -version
   else
-    after = after .. sub(value, start, i - 1)
+    if not now then
+      local time = redis.call("TIME")
+      now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+    end
+    version = math.max(version + 1, now)
+    answer[2 * n] = version
+    values[field] = result
+    is_changed[field] = true
+    appeared = appeared + (value == "" and 1 or 0)
+    vanished = vanished + (result == "" and 1 or 0)
   end
-  count = count + 1
-end
-
-local flags, bitmaps = 0, ""
-if found or count < MAX_ENTRIES then
-  for t = 0, 2 do
-    local a = 5 + 4 * t
-    local l = band(bor(low[t + 1], op[a]), bnot(op[a + 2]))
-    local h = band(bor(high[t + 1], op[a + 1]), bnot(op[a + 3]))
-    if kept[t + 1] then
-      flags = bor(flags, lshift(1, t))
-    elseif l ~= 0 or h ~= 0 then
-      flags = bor(flags, lshift(1, t))
-      if l ~= tobit(grid_low) or h ~= tobit(grid_high) then
-        flags = bor(flags, lshift(16, t))
-        bitmaps = bitmaps .. pack("<I4I4", l, h)
+  answer[2 * n + 1] = result
+  if mine_before ~= mine_after then
+    local digest = digests[op[1]] or {0, 0}
+    digests[op[1]] = digest
+    for _, held in ipairs({mine_before, mine_after}) do
+      if held ~= "" then
+        local high, low = fingerprint(field, held)
+        digest[1], digest[2] = bxor(digest[1], high), bxor(digest[2], low)
       end
     end
   end
 end
-local mine_after = flags ~= 0 and pack("B", flags) .. bitmaps or ""
-local result = before .. (flags ~= 0 and pack("<I4", ordinal) .. mine_after or "") .. after
 
-if result == value then
+if not now then
   if fences ~= old_fences then
     redis.call("HSET", key, "", pack("<I8", version) .. fences)
     if meta == "" then
-      redis.call("PEXPIRE", key, ARGV[3])
+      redis.call("PEXPIRE", key, ARGV[1])
     end
   end
-  return {0, version, value}
+  return answer
 end
 
 -- Numbers here are doubles, so that a digest is folded as two of 32 bits.
@@ -193,57 +250,52 @@ local function fold(digest_key, digest_field, high, low)
   end
 end
 
-if mine_before ~= mine_after then
-  local digest_field = pack("<I4", ordinal)
-  local high, low = 0, 0
-  for _, held in ipairs({mine_before, mine_after}) do
-    if held ~= "" then
-      local held_high, held_low = fingerprint(field, held)
-      high, low = bxor(high, held_high), bxor(low, held_low)
-    end
-  end
-  fold(KEYS[2], digest_field, high, low)
+for ordinal, digest in pairs(digests) do
+  fold(KEYS[2], pack("<I4", ordinal), digest[1], digest[2])
   if chunk_count then
-    fold(home, digest_field, high, low)
+    fold(home, pack("<I4", ordinal), digest[1], digest[2])
   end
 end
 
-local now = redis.call("TIME")
-version = math.max(version + 1, tonumber(now[1]) * 1000000 + tonumber(now[2]))
-meta = pack("<I8", version) .. fences
-
-local is_first, is_last, is_large = false, false, false
-if chunk_count then
-  if result == "" then
-    chunk_count = chunk_count - 1
-    is_last = chunk_count == 0
-    redis.call("HDEL", home, field)
+local set, gone = {}, {}
+for field in pairs(is_changed) do
+  if values[field] == "" then
+    gone[#gone + 1] = field
   else
-    if value == "" then
-      chunk_count = chunk_count + 1
-      is_first = chunk_count == 1
-    end
-    redis.call("HSET", home, field, result)
-  end
-  redis.call("HSET", key, "", meta, "s", pack("<I4", chunk_count))
-elseif result == "" then
-  redis.call("HSET", key, "", meta)
-  redis.call("HDEL", key, field)
-  is_last = redis.call("HLEN", key) == 1
-else
-  redis.call("HSET", key, "", meta, field, result)
-  if value == "" then
-    local held = redis.call("HLEN", key) - 1
-    is_first = held == 1
-    -- Not each time: the slot may be moving, and then it cannot be split.
-    is_large = held > SPLIT_CHUNKS and (held - SPLIT_CHUNKS) % SPLIT_AGAIN_CHUNKS == 1
+    set[#set + 1] = field
+    set[#set + 1] = values[field]
   end
 end
-if is_first then
+meta = pack("<I8", version) .. fences
+local held  -- chunks that the group has now
+if chunk_count then
+  held = math.max(chunk_count + appeared - vanished, 0)
+  if #set > 0 then
+    redis.call("HSET", home, spread(set))
+  end
+  redis.call("HSET", key, "", meta, "s", pack("<I4", held))
+else
+  redis.call("HSET", key, "", meta, spread(set))
+end
+if #gone > 0 then
+  redis.call("HDEL", home, spread(gone))
+end
+if appeared == 0 and vanished == 0 then
+  return answer
+end
+held = held or redis.call("HLEN", key) - 1
+local before = held - appeared + vanished
+if held == 0 then
+  redis.call("PEXPIRE", key, ARGV[1])
+  redis.call("SREM", KEYS[3], place)
+elseif before <= 0 then
   redis.call("PERSIST", key)
   redis.call("SADD", KEYS[3], place)
-elseif is_last then
-  redis.call("PEXPIRE", key, ARGV[3])
-  redis.call("SREM", KEYS[3], place)
 end
-return {is_large and 2 or 1, version, result}
+-- Not each time: the slot may be moving, and then it cannot be split.
+local steps_before = math.floor((before - SPLIT_CHUNKS - 1) / SPLIT_AGAIN_CHUNKS)
+local steps = math.floor((held - SPLIT_CHUNKS - 1) / SPLIT_AGAIN_CHUNKS)
+if not chunk_count and steps >= 0 and steps > steps_before then
+  answer[1] = 1
+end
+return answer
