@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from kvpool.client.host_memory import empty_page_tables
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec
@@ -95,6 +96,8 @@ class CpuCache:
         self._rows = {}
         self._memory = []
         mappings, self._mappings = self._mappings, []
+        for mapping in mappings:
+            empty_page_tables(mapping)
         if not close_mappings(mappings):
             _log.error("views of an engine's memory outlive its session; it is unmapped when the last of them goes")
 
