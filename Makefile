@@ -2,7 +2,7 @@
 #   PYTHON           the interpreter it is made from: Python 3.11 to 3.13
 #   VENV             where it is
 #   TORCH_INDEX_URL  package index for torch alone: one with CPU builds, say, where the default brings CUDA packages
-#   PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS   handed on
+#   PYTEST_ARGS, FAST_ARGS, DEMO_ARGS, BENCH_ARGS   handed on
 #   VLLM_VENV        where `make test-vllm` keeps vLLM, which has an environment of its own
 #   VLLM_ARGS        of its pytest: `-m smoke` is the part of it that takes a minute or so
 ifndef PYTHON
@@ -17,6 +17,8 @@ VLLM_ARGS ?=
 TORCH_INDEX_URL ?=
 # On two cores three workers take two thirds of the time of two: tests with real processes wait for much.
 PYTEST_ARGS ?= -n 3
+# Those of test-fast wait for nothing, and each worker takes 20 s to collect them.
+FAST_ARGS ?= -n 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 RUN := $(VENV)/bin/python
@@ -72,7 +74,7 @@ test: setup
 
 # What one process shows by itself: a change that passes here is worth running all the others for.
 test-fast: setup
-	$(RUN) -m pytest $(PYTEST_ARGS) tests/unit tests/contract tests/stateful
+	$(RUN) -m pytest $(FAST_ARGS) tests/unit tests/contract tests/stateful
 
 test-engines: setup
 	$(RUN) tools/setup_engine_venv.py sglang lmcache --torch-index-url '$(TORCH_INDEX_URL)'
