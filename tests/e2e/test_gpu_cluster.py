@@ -190,6 +190,7 @@ def connect(cluster: Cluster, model: Any) -> SharedPrefixGenerator:
         chunk_tokens=CHUNK,
         cache_bytes=4 << 20,
         match_timeout_s=PATIENCE_S,
+        connect_timeout_s=PATIENCE_S,
         always_load=True,
     )
 

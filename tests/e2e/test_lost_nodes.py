@@ -75,7 +75,9 @@ def generate(generator: SharedPrefixGenerator, input_ids: Any) -> tuple[list[int
 def connect(cluster: Cluster, model: Any) -> SharedPrefixGenerator:
     socket = cluster.state.of_role("agent")[0].endpoints["socket"]
     options: dict[str, Any] = {"model_id": "tiny", "keyspace_name": "tiny-hf", "chunk_tokens": 16, "always_load": True}
-    return SharedPrefixGenerator.connect(model, f"unix:{socket}", cache_bytes=4 << 20, **options)
+    return SharedPrefixGenerator.connect(
+        model, f"unix:{socket}", cache_bytes=4 << 20, connect_timeout_s=PATIENCE_S, **options
+    )
 
 
 async def fails_fast(index: IndexClient, keyspace: bytes) -> None:

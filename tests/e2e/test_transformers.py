@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def connect(cluster: Cluster, model: Any, agent: int = 0, **options: Any) -> Sha
         "chunk_tokens": CHUNK,
         "cache_bytes": 4 << 20,
         "match_timeout_s": PATIENCE_S,
+        "connect_timeout_s": PATIENCE_S,
         "always_load": True,  # how fast this machine computes is no matter here
         **options,
     }
@@ -123,6 +125,9 @@ def test_the_quick_start_does_what_it_says(
     script.write_text(QUICK_START.read_text().split("```python\n")[1].split("```")[0])
     socket = cluster.state.of_role("agent")[0].endpoints["socket"]
     monkeypatch.setattr(sys, "argv", ["ask.py", str(tmp_path), f"unix:{socket}"])
+    # The script keeps the defaults of production, by which an engine computes when this machine stands still.
+    patient = partial(SharedPrefixGenerator.connect, match_timeout_s=PATIENCE_S, connect_timeout_s=PATIENCE_S)
+    monkeypatch.setattr(SharedPrefixGenerator, "connect", patient)
     shown = []
     for _ in range(2):
         runpy.run_path(str(script))

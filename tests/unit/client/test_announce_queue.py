@@ -323,7 +323,7 @@ class AnnounceMachine(RuleBasedStateMachine):
         assert self.queue.acknowledged == self.queue.offered
 
 
-AnnounceMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+AnnounceMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestAnnounceQueue = AnnounceMachine.TestCase
 
 

@@ -1,4 +1,5 @@
-from collections.abc import Iterator
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,24 @@ from demo.workload import load_workload, render_context
 PREFIX_TOKENS, PAGE_TOKENS, REPLY_TOKENS = 256, 16, 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    thread_count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(thread_count)
-
-
 @pytest.fixture(scope="module")
 def default() -> DemoModel:
     return build_model(None, seed=0)
 
 
-def generate(demo: DemoModel, prompt: tuple[int, ...], cache: Any = None) -> list[int]:
+@pytest.fixture(scope="module")
+def prefixes(default: DemoModel) -> tuple[Any, Any]:
+    """KV of two prompts; generating with it adds to it."""
+    prompt, other = prompts(default)[:2]
+    return prefix_cache(default, prompt), prefix_cache(default, other)
+
+
+def generate(demo: DemoModel, prompt: tuple[int, ...], kv_cache: Any = None) -> list[int]:
     token_ids = torch.tensor([prompt])
     output = demo.model.generate(
         token_ids,
         attention_mask=torch.ones_like(token_ids),
-        past_key_values=cache,
+        past_key_values=kv_cache,
         max_new_tokens=REPLY_TOKENS,
         do_sample=False,
     )
@@ -42,6 +42,7 @@ def prefix_cache(demo: DemoModel, prompt: tuple[int, ...]) -> Any:
         return demo.model(torch.tensor([prompt[:PREFIX_TOKENS]]), use_cache=True).past_key_values
 
 
+@cache
 def prompts(demo: DemoModel) -> list[tuple[int, ...]]:
     contexts = [render_context(conversation, demo.tokenizer) for conversation in load_workload().conversations]
     return [(*context[: PREFIX_TOKENS + 5], *demo.tokenizer.markers.assistant) for context in contexts]
@@ -73,13 +74,16 @@ def test_replies_vary_and_follow_the_document(default: DemoModel) -> None:
 
 
 @pytest.mark.parametrize("page", [0, 9, PREFIX_TOKENS // PAGE_TOKENS - 1])
-def test_reply_is_kept_by_right_kv_and_changed_by_one_wrong_page(default: DemoModel, page: int) -> None:
+def test_reply_is_kept_by_right_kv_and_changed_by_one_wrong_page(
+    default: DemoModel, prefixes: tuple[Any, Any], page: int
+) -> None:
     """Without this, equal tokens in the demo would prove nothing."""
-    prompt, other = prompts(default)[:2]
+    prompt = prompts(default)[0]
+    right, foreign = prefixes
     expected = generate(default, prompt)
-    assert generate(default, prompt, prefix_cache(default, prompt)) == expected
+    assert generate(default, prompt, copy.deepcopy(right)) == expected
 
-    wrong, foreign = prefix_cache(default, prompt), prefix_cache(default, other)
+    wrong = copy.deepcopy(right)
     tokens = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
     for layer, foreign_layer in zip(wrong.layers, foreign.layers, strict=True):
         layer.keys[:, :, tokens] = foreign_layer.keys[:, :, tokens]

@@ -61,7 +61,7 @@ async def test_a_file_longer_than_its_memory_is_refused() -> None:
     device = CpuDevice()
     full = OSError(errno.EFAULT, "Bad address")
     with (
-        patch.object(cpu_device, "_populate", side_effect=full),
+        patch.object(cpu_device, "fill_page_tables", side_effect=full),
         pytest.raises(InvalidRequest, match="posix_fallocate"),
     ):
         handle = MappedHandle(size_bytes=layout.handle_sizes[0], descriptor=descriptor)

@@ -1,11 +1,25 @@
-"""How much memory this host has, and how much of it this process may take: what the kernel says in /proc and /sys."""
+"""This host's memory: how much there is, how much of it this process may take, and filling in what is mapped of it."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
+import os
 from pathlib import Path
+from typing import Final
 
 _NO_LIMIT_BYTES = 1 << 60  # what version 1 says instead of "none" is just below 2^63
 _ROOT = Path("/")
+_MADV_DONTNEED: Final = 4
+_MADV_POPULATE_READ: Final = 22  # since Linux 5.14, as is the next
+_MADV_POPULATE_WRITE: Final = 23
+# A call keeps other threads from mapping memory: 0.3 ms where the memory is in place, 3 ms and more where it is not.
+_STEP_BYTES: Final = 4 << 20
+
+# Called directly, because mmap.madvise holds the GIL for as long as the kernel fills pages.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def meminfo(root: Path = _ROOT) -> dict[str, int]:
@@ -35,6 +49,40 @@ def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
             if text.isdecimal() and int(text) < _NO_LIMIT_BYTES:
                 limits.append(int(text))
     return min(limits, default=None)
+
+
+def populate(mapping: mmap.mmap) -> None:
+    """Put all memory of a shared, writable mapping in place, zeroed where it was never used, and fill in page tables.
+
+    Reserved memory (posix_fallocate) is zeroed when it is first touched: that takes 0.5 s a GiB, and several times as
+    long in a virtual machine that has not used it yet. Leaves that to the first touch on an older kernel. raises:
+    OSError when there is not so much memory.
+    """
+    _advise(mapping, _MADV_POPULATE_WRITE)
+
+
+def fill_page_tables(mapping: mmap.mmap) -> None:
+    """The same for memory that is mostly in place: 64 KiB a fault, where `populate` takes one for each 4 KiB."""
+    _advise(mapping, _MADV_POPULATE_READ)
+
+
+def empty_page_tables(mapping: mmap.mmap) -> None:
+    """Before a shared mapping is closed, which would do it under the GIL: 0.1 s a GiB. The memory stays as it is."""
+    _advise(mapping, _MADV_DONTNEED)
+
+
+def _advise(mapping: mmap.mmap, advice: int) -> None:
+    first = ctypes.c_char.from_buffer(mapping)  # keeps the mapping from being closed meanwhile
+    address, size_bytes = ctypes.addressof(first), len(mapping)
+    try:
+        for start in range(0, size_bytes, _STEP_BYTES):
+            if _libc.madvise(address + start, min(_STEP_BYTES, size_bytes - start), advice):
+                number = ctypes.get_errno()
+                if number == errno.EINVAL:
+                    return
+                raise OSError(number, os.strerror(number))
+    finally:
+        del first
 
 
 def _text(path: Path) -> str:

@@ -8,6 +8,7 @@ import os
 from types import TracebackType
 from typing import Self
 
+from kvpool.client.host_memory import populate
 from kvpool.core.errors import InvalidRequest, StartupFailed
 
 # An agent that maps it must never find the memory gone behind its mapping, and can change nothing of this.
@@ -15,7 +16,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemoryRegion:
-    """Anonymous shared memory of a fixed size, zeroed, made of a memfd.
+    """Anonymous shared memory of a fixed size, zeroed, made of a memfd. All of it is in place once it is made: an agent
+    that maps it only fills in page tables, while an engine waits to be registered.
 
     `buffer` is what engine tensors are made over (`torch.frombuffer(region.buffer, ...)`). Each descriptor that goes to
     an agent is an open file description of its own, with a shared lock on it. The kernel keeps that lock for as long as
@@ -33,6 +35,7 @@ class SharedMemoryRegion:
             os.posix_fallocate(self._fd, 0, size_bytes)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             self._memory = mmap.mmap(self._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            populate(self._memory)
         except OSError as error:
             os.close(self._fd)
             raise StartupFailed(f"cannot have {size_bytes} bytes of shared memory ({error}); ask for less") from error
@@ -49,6 +52,7 @@ class SharedMemoryRegion:
         try:
             os.posix_fallocate(region._fd, 0, size_bytes)
             region._memory = mmap.mmap(region._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            populate(region._memory)
         except OSError as error:
             os.close(region._fd)
             raise StartupFailed(f"cannot have {size_bytes} bytes of shared memory ({error}); ask for less") from error

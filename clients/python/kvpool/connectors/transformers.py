@@ -89,6 +89,7 @@ class SharedPrefixGenerator:
         salt: bytes = b"",
         load_timeout_s: float = 30.0,
         match_timeout_s: float = 0.5,
+        connect_timeout_s: float | None = None,
         always_load: bool = False,
     ) -> SharedPrefixGenerator:
         """A generator that shares prefixes through the gpuagent at `agent` ("unix:/path" or "host:port").
@@ -98,6 +99,7 @@ class SharedPrefixGenerator:
         cache_bytes: of the engine's own chunks: on the model's GPU, which is the agent's then, or in shared memory.
         load_timeout_s: of the first loads; later ones may take as long as computing would, but a second at least.
         match_timeout_s: of asking the agent. One that cannot be reached now is tried later; till then all is computed.
+        connect_timeout_s: of registering; by default 5 s, and a minute on a GPU, whose agent may pin memory first.
         always_load: also what would be computed quicker.
         raises: GeometryUnsupported naming the model and what cannot be shared; KeyspaceMismatch naming the field;
         InvalidRequest; NotServed if the agent serves another kind of device than the model's.
@@ -114,7 +116,8 @@ class SharedPrefixGenerator:
             raise InvalidRequest(
                 f"cache_bytes must hold a chunk of {chunk_tokens} tokens ({block_bytes(spec)} bytes), got {cache_bytes}"
             )
-        layout, config = block_layout(spec, block_count), _client_config(agent, model.device.type, match_timeout_s)
+        layout = block_layout(spec, block_count)
+        config = _client_config(agent, model.device.type, match_timeout_s, connect_timeout_s)
         memory = block_memory(layout.handle_sizes[0], model.device)
         pool = AgentPool(spec, layout, keyspace_name or default_keyspace_name(spec), engine_name, config, memory)
         try:
@@ -279,12 +282,14 @@ class _Times:
     first_token_s: float
 
 
-def _client_config(agent: str, device_type: str, match_timeout_s: float) -> ClientConfig:
+def _client_config(
+    agent: str, device_type: str, match_timeout_s: float, connect_timeout_s: float | None
+) -> ClientConfig:
     config = ClientConfig(agent_endpoint=agent, match_timeout_s=match_timeout_s, tls=tls_from_environment(os.environ))
-    if device_type != "cuda":
-        return config
-    # An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
-    return replace(config, connect_timeout_s=60.0)
+    if connect_timeout_s is None and device_type == "cuda":
+        # An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
+        connect_timeout_s = 60.0
+    return config if connect_timeout_s is None else replace(config, connect_timeout_s=connect_timeout_s)
 
 
 def default_keyspace_name(spec: KeyspaceSpec) -> str:

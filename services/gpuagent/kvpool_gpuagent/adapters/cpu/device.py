@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import errno
 import gc
 import logging
 import mmap
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvpool.client.host_memory import empty_page_tables, fill_page_tables
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.core.grid import ShardGrid, shards_in
@@ -142,6 +142,8 @@ class CpuCache:
         self._rows = {}
         self._memory = []
         mappings, self._mappings = self._mappings, []
+        for mapping in mappings:
+            empty_page_tables(mapping)
         if not close_mappings(mappings):
             _log.error("views of an engine's memory outlive its session; it is unmapped when the last of them goes")
 
@@ -166,10 +168,6 @@ def _close(mapping: mmap.mmap) -> bool:
     except BufferError:
         return False
     return True
-
-
-_MADV_POPULATE_READ = 22  # since Linux 5.14; the mmap module of Python 3.11 does not name it
-_POPULATE_STEP_BYTES = 4 << 20  # 0.3 ms under the GIL
 
 
 class CpuDevice:
@@ -232,7 +230,7 @@ class CpuDevice:
     def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
         """Fill the page tables now: on the first copy each 4 KiB would cost more than its copying."""
         if isinstance(segment.view.obj, mmap.mmap):
-            _populate(segment.view.obj)
+            fill_page_tables(segment.view.obj)
         return lambda: None
 
     def measure_link(self) -> Mapping[str, float]:
@@ -252,7 +250,7 @@ def _map_all(handles: Sequence[MappedHandle], mappings: list[mmap.mmap]) -> None
     for index, handle in enumerate(handles):
         mappings.append(_map(index, handle))
         try:
-            _populate(mappings[-1])
+            fill_page_tables(mappings[-1])
         except OSError as error:
             # A file may be longer than the memory behind it; touching that would kill this process.
             raise InvalidRequest(
@@ -277,14 +275,3 @@ def _map(index: int, handle: MappedHandle) -> mmap.mmap:
         return mmap.mmap(handle.descriptor, handle.size_bytes, offset=handle.file_offset)
     except OSError as error:
         raise InvalidRequest(f"handles[{index}] cannot be mapped for writing ({error.strerror})") from error
-
-
-def _populate(mapping: mmap.mmap) -> None:
-    """Fill in page tables, 64 KiB a fault, where first writes would fault for each 4 KiB at 1.5 us. raises: OSError."""
-    for start in range(0, len(mapping), _POPULATE_STEP_BYTES):
-        try:
-            mapping.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_STEP_BYTES, len(mapping) - start))
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return  # an older kernel: pages come one by one
-            raise
