@@ -40,6 +40,7 @@ help:
 	@echo 'make test-vllm   the connector in vLLM itself, on the CPU (downloads 1 GB into $(VLLM_VENV))'
 	@echo 'make smoke-compose  build the images and drive the composed cluster from outside (needs Docker)'
 	@echo 'make smoke-kubernetes  restart all of a cluster under load (needs kubectl, a cluster, images there)'
+	@echo 'make dist    the wheel and the source distribution, in dist/'
 	@echo 'make bench   pages and match          make format  apply the format and the safe lint fixes'
 	@echo 'make plots   the pictures and figures of README.md, from bench/results'
 	@echo 'make proto   generate kvpool/v1 and docs/api      make clean   remove caches and build output'
@@ -107,6 +108,15 @@ bench: setup
 	@mkdir -p .kvpool
 	$(RUN) -m kvpool.cli.main bench pages --json .kvpool/bench-pages.json $(BENCH_ARGS)
 	$(RUN) -m kvpool.cli.main bench match --json .kvpool/bench-match.json $(BENCH_ARGS)
+
+# From an empty build directory: setuptools would take files that have gone from an old one.
+.PHONY: dist
+dist: setup
+	rm -rf build dist
+	$(RUN) -m pip wheel . --no-deps --no-build-isolation --quiet --wheel-dir dist
+	$(RUN) -c "from setuptools.build_meta import build_sdist; build_sdist('dist')" >/dev/null
+	rm -rf build
+	@ls dist
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

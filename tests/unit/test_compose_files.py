@@ -18,7 +18,7 @@ from kvpool_pagestore.config import PageStoreConfig
 from kvpool_server.config import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-COMPOSE_FILES = ("docker-compose.yml", "compose.gpu.yml", "compose.tls.yml")
+COMPOSE_FILES = ("docker-compose.yml", "compose.gpu.yml", "compose.gpu2.yml", "compose.tls.yml")
 DOCKERFILES = {
     "index": REPOSITORY / "services/index/Dockerfile",
     "pagestore": REPOSITORY / "services/pagestore/Dockerfile",
@@ -92,7 +92,8 @@ def test_every_service_is_confined_and_bounded(name: str) -> None:
 def test_our_services_have_the_descriptors_that_doctor_wants(name: str) -> None:
     assert SERVICES[name]["ulimits"] == {"nofile": 16_384}
     if name.startswith("gpuagent"):
-        assert composed("compose.gpu.yml")["services"][name]["ulimits"] == {"memlock": -1}
+        overlay = "compose.gpu.yml" if name == "gpuagent-0" else "compose.gpu2.yml"
+        assert composed(overlay)["services"][name]["ulimits"] == {"memlock": -1}
 
 
 def test_each_waits_until_what_it_needs_is_healthy() -> None:
@@ -178,7 +179,7 @@ def test_prometheus_scrapes_every_service() -> None:
 
 
 def test_the_gpu_overlay_lets_no_process_own_the_namespaces_of_others() -> None:
-    services = composed("compose.gpu.yml")["services"]
+    services = composed("compose.gpu.yml")["services"] | composed("compose.gpu2.yml")["services"]
     for name in ("gpuagent-0", "gpuagent-1"):
         assert services[name]["pid"] == services[name]["ipc"] == "service:gpu-host"
     assert services["gpu-host"]["entrypoint"] == ["sleep", "infinity"] and services["gpu-host"]["init"] is True

@@ -76,10 +76,10 @@ QUEUE = Row(
                 ),
             )
             for title, name, description in (
-                ("Matches", "match", "From an engine's question to its answer."),
-                ("Loads", "load", "From an engine's order to its end, waits included."),
-                ("Stores", "store", "From an engine's order to the commit of the last page."),
-                ("Pulls from other ranks", "peer_pull", "Waits for the source included."),
+                ("Match latency", "match", "From an engine's question to its answer."),
+                ("Load latency", "load", "From an engine's order to its end, waits included."),
+                ("Store latency", "store", "From an engine's order to the commit of the last page."),
+                ("Latency of pulls from other ranks", "peer_pull", "Waits for the source included."),
             )
         ),
         Panel(
@@ -125,7 +125,7 @@ FAILURES = Row(
                 Query(rate(f"{_AGENT}abnormal_session_ends_total", where=HERE), "abnormal session ends"),
                 Query(rate(f"{_AGENT}index_failures_total", where=HERE), "index did not answer"),
                 Query(or_zero(rate(f"{_AGENT}failed_peer_pulls_total", where=HERE)), "failed pulls"),
-                Query(rate(f"{_AGENT}replica_resyncs_total", where=HERE), "replica begun anew"),
+                Query(rate(f"{_AGENT}replica_resyncs_total", where=HERE), "replica started over"),
             ),
         ),
     ),

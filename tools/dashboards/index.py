@@ -11,7 +11,7 @@ ANSWERS = Row(
     "Answers",
     (
         Panel(
-            title="Matches",
+            title="Match latency",
             unit="s",
             description="Time to answer one match, Redis's round trip included.",
             queries=(
@@ -83,7 +83,7 @@ TRUTH = Row(
         ),
         Panel(
             title="Repaired",
-            description="Ranges that nodes sent as a whole, and what was wrong in them.",
+            description="Ranges that nodes announced as a whole, and what was wrong in them.",
             queries=(
                 Query(rate("kvpool_index_replaced_ranges_total", where=HERE), "ranges replaced"),
                 Query(rate("kvpool_index_surplus_locations_removed_total", where=HERE), "surplus chunks removed"),
@@ -101,7 +101,7 @@ TRUTH = Row(
         ),
         Panel(
             title="Watchers",
-            description="Open Watch streams, and those that fell behind and began anew.",
+            description="Open Watch streams, and those that fell behind and started over.",
             queries=(
                 Query("sum(kvpool_index_watchers{" + HERE + "})", "watchers"),
                 Query(rate("kvpool_index_watch_resyncs_total", where=HERE), "resyncs a second"),

@@ -71,7 +71,7 @@ PAYS = Row(
             ),
         ),
         Panel(
-            title="Loads",
+            title="Load latency",
             unit="s",
             description="How long engines' loads take, waits included.",
             queries=(

@@ -12,7 +12,7 @@ ARENA = Row(
     "Arena (staging)",
     (
         Panel(
-            title="Slots",
+            title="Arena bytes by use",
             unit="bytes",
             minimum=0,
             description="Dirty: not yet durable. Quarantined: a peer that vanished may still touch them; they count "
@@ -118,7 +118,7 @@ DISK = Row(
             queries=(Query(rate("kvpool_pagestore_written_pages_total", by="outcome", where=HERE), "{{outcome}}"),),
         ),
         Panel(
-            title="Pages brought to staging before anybody waits for them",
+            title="Prefetched pages",
             unit="Bps",
             description="By a Prefetch.",
             queries=(Query(rate("kvpool_pagestore_prefetched_bytes_total", where=HERE), "prefetched"),),
@@ -165,7 +165,7 @@ NEIGHBOURS = Row(
             queries=(Query("kvpool_pagestore_reconcile_age_seconds{" + HERE + "}", "{{instance}}"),),
         ),
         Panel(
-            title="Ranges told anew",
+            title="Ranges announced again",
             description="Bucket ranges in which the index differed from this node.",
             queries=(
                 Query(rate("kvpool_pagestore_reconcile_ranges_total", by="instance", where=HERE), "{{instance}}"),

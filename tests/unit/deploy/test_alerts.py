@@ -28,8 +28,8 @@ SECTIONS = {
 def test_an_alert_is_whole(rule: dict[str, Any]) -> None:
     metrics_of(rule["expr"])
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
-    assert set(rule["annotations"]) == {"summary", "description", "runbook"}
-    assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+    assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{rule['alert'].lower()}"
     assert rule["alert"].lower() in SECTIONS
     assert rule["alert"] in TESTED
 
