@@ -27,7 +27,8 @@ RUNTIME = tuple(f"kvpool_server.{name}" for name in ("executor", "tasks", "flock
 
 # A row is a module, or with ".*" a module and all below it, or with "*" all that begin so. The longest fit counts.
 RULES: dict[str, Rule] = {
-    "kvpool": Rule(),
+    # The public API: each name is imported when it is first used.
+    "kvpool": Rule(inside_functions=("kvpool.client", "kvpool.core")),
     "kvpool.v1.*": Rule(may_import=GRPC),
     "kvpool.core.*": Rule(may_import=("numpy", "blake3", "xxhash"), pure=True),
     "kvpool.core.clock": Rule(pure=True, impure_exceptions=("time",)),
@@ -38,7 +39,9 @@ RULES: dict[str, Rule] = {
     "kvpool.tracing.process": Rule(may_import=CORE, inside_functions=("kvpool.tracing",)),
     "kvpool.tracing.provider": Rule(may_import=("kvpool", *CORE, "kvpool.tracing", "opentelemetry")),  # its version
     "kvpool.tracing.*": Rule(may_import=(*CORE, "kvpool.tracing", "opentelemetry")),
-    "kvpool.client.*": Rule(may_import=(*CORE, *WIRE, "kvpool.tracing.process", "numpy"), inside_functions=("uvloop",)),
+    "kvpool.client.*": Rule(
+        may_import=(*CORE, *WIRE, "kvpool.tracing.process", "numpy"), inside_functions=("uvloop", "kvpool.client.gpu")
+    ),
     "kvpool.client.gpu.*": GPU_CLIENT,
     "kvpool.client.gpu_*": GPU_CLIENT,
     "kvpool.cuda.*": Rule(may_import=(*CORE, "numpy")),

@@ -27,11 +27,11 @@ class BlockMemory(Protocol):
 
     @property
     def regions(self) -> tuple[SharedMemoryRegion, ...] | tuple[GpuRegion, ...]:
-        """For EnginePlan."""
+        """For EngineRegistration."""
 
     @property
     def events(self) -> EventSlots | None:
-        """For EnginePlan."""
+        """For EngineRegistration."""
 
     def bytes_of(self) -> memoryview | torch.Tensor:
         """All of it, writable: a buffer, or a tensor of bytes."""

@@ -25,9 +25,9 @@ from kvpool.client.tls import tls_from_environment
 from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import block_memory
 from kvpool.connectors.first_token import FirstTokenTimer
+from kvpool.connectors.prefix import Prefix
 from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.prefix_pool import PrefixPool
-from kvpool.connectors.running_prefix import RunningPrefix
 from kvpool.connectors.transformers_arguments import CheckedCall, check_arguments
 from kvpool.connectors.transformers_batch import FilledBatch, fill_batch, len_to_end, own_tokens, pads_cleanly
 from kvpool.connectors.transformers_blocks import KvBlocks, PrefixLost, block_bytes, block_layout
@@ -240,9 +240,7 @@ class SharedPrefixGenerator:
         )
         return GenerationResult(sequences=sequences, output=output, stats=stats)
 
-    def _compute(
-        self, call: CheckedCall, running: RunningPrefix, first_token: FirstTokenTimer
-    ) -> tuple[Any, DynamicCache]:
+    def _compute(self, call: CheckedCall, running: Prefix, first_token: FirstTokenTimer) -> tuple[Any, DynamicCache]:
         """Generate while the prefix comes in; if it does not come as a whole, once more with what has come."""
         kv_cache = self._blocks.to_cache(running.blocks, self._model, running.wait_layers)
         try:

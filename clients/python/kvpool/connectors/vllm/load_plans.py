@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvpool.client.engine_items import EngineSource, TierTokens
-from kvpool.client.hashing import Chain
-from kvpool.client.pool_values import PrefixMatch
+from kvpool.client.engine_items import EngineSource, MatchResult, TierTokens
+from kvpool.client.hashing import Prompt
 from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.lookups import Lookup
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, packed_blocks
@@ -30,7 +29,7 @@ class LoadPlan:
     """What is to be loaded, if the engine finds blocks for it. queued_bytes: of the loads before it. load_ms: what it
     is expected to take; None if not known."""
 
-    chain: Chain
+    chain: Prompt
     first_token: int
     end_chunk: int
     token_count: int
@@ -88,7 +87,7 @@ class LoadPlans:
         return self._now_s() < until_s
 
     def plan(
-        self, chain: Chain, lookup: Lookup, found: PrefixMatch, held_tokens: int, link_bytes_per_s: float = 0.0
+        self, chain: Prompt, lookup: Lookup, found: MatchResult, held_tokens: int, link_bytes_per_s: float = 0.0
     ) -> LoadPlan | None:
         """What of the found chunks is worth a load. link_bytes_per_s: of the agent's device; 0 if not known."""
         runs = self._runs(chain, lookup.held_chunks, found, held_tokens)
@@ -182,15 +181,11 @@ class LoadPlans:
         if running is None:
             return ()
         running.worker_s = max(running.worker_s, end.duration_s)
-        running.copy_s = max(running.copy_s, end.copy_s)
-        running.tokens += TierTokens(end.staging_tokens, end.disk_tokens, end.remote_tokens)
-        running.failed |= end.failed_chunks > 0
+        running.copy_s = max(running.copy_s, end.result.copy_s)
+        running.tokens += end.result.tokens
+        running.failed |= bool(end.failed_chunks)
         running.late |= end.late
-        return (
-            running.plan.chain.hashes[running.order.end_chunk - end.failed_chunks : running.order.end_chunk]
-            if end.failed_chunks
-            else ()
-        )
+        return running.plan.chain.hashes[end.result.end_chunk : running.order.end_chunk] if end.failed_chunks else ()
 
     def received(self, request_id: str) -> None:
         """All workers' parts have ended."""
@@ -222,7 +217,7 @@ class LoadPlans:
         timeout_s = self.cost.timeout_s(plan.load_ms, compute_ms, self._settings.load_timeout_s)
         return max(timeout_s, self._settings.load_timeout_min_s)
 
-    def _runs(self, chain: Chain, asked_chunks: int, found: PrefixMatch, held_tokens: int) -> list[LoadRun]:
+    def _runs(self, chain: Prompt, asked_chunks: int, found: MatchResult, held_tokens: int) -> list[LoadRun]:
         chunk_tokens = self._settings.chunk_tokens
         runs, at = [], asked_chunks
         for run in found.runs:

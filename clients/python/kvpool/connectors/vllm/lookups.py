@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kvpool.client.hashing import Chain
-from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import PrefixMatch
+from kvpool.client.engine_items import MatchResult
+from kvpool.client.hashing import Prompt
+from kvpool.client.pool import AsyncPool
 from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.seldom import Seldom
@@ -28,15 +28,15 @@ _GRACE_S = 1.0  # a match has a deadline of its own; so much later its answer is
 _IDLE_WAITS = 5  # of `lookup_wait_ms`, while the engine computes nothing
 _LOOP_TOKENS = 1 << 14  # more are not hashed on the loop, which has loads to end: 1 ms
 
-_NO_CHAIN = Chain(1, 0, b"")
+_NO_CHAIN = Prompt(1, 0, b"")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """chain: of the request's tokens when it was asked. match: None if only the chain was wanted."""
 
-    chain: Chain
-    match: PrefixMatch | None
+    chain: Prompt
+    match: MatchResult | None
 
 
 @dataclass(slots=True)
@@ -46,14 +46,14 @@ class Lookup:
     trace: TraceParent | None = None
     running: Future[Found] | None = None
     awaited_since_s: float | None = None  # the engine could schedule the request
-    found: PrefixMatch | None = None
+    found: MatchResult | None = None
     found_at_s: float = 0.0
     counted: bool = False  # what was made of the answer
     tried: bool = False  # it is loaded though computing was taken to be quicker
     held_chunks: int = 0  # that it was asked with: `found.runs` begin after them
 
     @property
-    def chain(self) -> Chain | None:
+    def chain(self) -> Prompt | None:
         """Of one that has ended and was not asked for its answer yet."""
         running = self.running
         if running is None or not running.done() or running.cancelled() or running.exception() is not None:
@@ -84,15 +84,15 @@ class Lookups:
         self._waited_s = 0.0
 
     @property
-    def pool(self) -> KvPool | None:
+    def pool(self) -> AsyncPool | None:
         """The pool if it may be asked now."""
         return None if self._now_s() < self._silent_until_s else self._link.pool
 
     def begin(
         self,
         lookup: Lookup,
-        pool: KvPool,
-        hash_tokens: Callable[[], Chain],
+        pool: AsyncPool,
+        hash_tokens: Callable[[], Prompt],
         token_count: int,
         *,
         held_chunks: int = 0,
@@ -119,13 +119,13 @@ class Lookups:
     def answer(
         self,
         lookup: Lookup,
-        pool: KvPool,
-        hash_tokens: Callable[[], Chain],
+        pool: AsyncPool,
+        hash_tokens: Callable[[], Prompt],
         token_count: int,
         held_chunks: int,
         *,
         idle: bool = False,
-    ) -> Chain | None:
+    ) -> Prompt | None:
         """The chain of a request whose answer is in `lookup.found` now; None while that is not known. Waits for a
         moment at most. hash_tokens gives a chain that is known already at once. idle: the engine computes nothing."""
         now_s = self._now_s()
@@ -178,7 +178,7 @@ class Lookups:
 
 
 def _failure(error: KvPoolError) -> Found:
-    return Found(_NO_CHAIN, PrefixMatch(0, 0, error=error))
+    return Found(_NO_CHAIN, MatchResult(0, error=error))
 
 
 def _as_pool_error(error: BaseException) -> KvPoolError:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvpool.client.hashing import Chain
-from kvpool.client.pool import KvPool
+from kvpool.client.hashing import Prompt
+from kvpool.client.pool import AsyncPool
 from kvpool.connectors.vllm.adapters import Adapters
 from kvpool.connectors.vllm.engine_facts import WeightsEpoch
 from kvpool.connectors.vllm.known_chunks import KnownChunks
@@ -40,7 +40,7 @@ class _State:
     request: Request
     shareable: bool  # whether equal keys mean equal KV
     adapter: bytes | None = None  # its LoRA adapter's identity, once it is known
-    chain: Chain | None = None
+    chain: Prompt | None = None
     lookup: Lookup = field(default_factory=Lookup)
     plan: LoadPlan | None = None
     loaded_at_preemption: int = -1  # number of preemptions before the last load: one load each time is enough
@@ -301,7 +301,7 @@ class SchedulerSide:
             state.adapter = self._adapters.identity(adapter)
         return state.adapter is not None
 
-    def _pool_for(self, state: _State, held_tokens: int) -> KvPool | None:
+    def _pool_for(self, state: _State, held_tokens: int) -> AsyncPool | None:
         request = state.request
         if request.skip_reading_prefix_cache or self._settings.load == LOAD_NEVER or not self._is_shareable(state):
             return None
@@ -311,7 +311,7 @@ class SchedulerSide:
             return None
         return self._lookups.pool
 
-    def _hashing(self, state: _State, pool: KvPool) -> Callable[[], Chain]:
+    def _hashing(self, state: _State, pool: AsyncPool) -> Callable[[], Prompt]:
         """What hashes the request's tokens, on any thread; the chain that is known if there are no more of them."""
         known, request = state.chain, state.request
         if known is not None and known.token_count >= request.num_tokens:
@@ -319,7 +319,7 @@ class SchedulerSide:
         hash_key, chunk_tokens = pool.session.hash_key, self._settings.chunk_tokens
         return partial(request_chain, request, state.adapter, hash_key, chunk_tokens, known, self._epoch)
 
-    def _chain_of(self, state: _State, pool: KvPool) -> Chain:
+    def _chain_of(self, state: _State, pool: AsyncPool) -> Prompt:
         state.chain = state.chain or state.lookup.chain
         state.chain = self._hashing(state, pool)()
         return state.chain
@@ -361,7 +361,7 @@ class SchedulerSide:
     def _load_ended(self, end: LoadEnd) -> None:
         gone = self._loads.ended(end)
         if end.failed_chunks and not end.cancelled and self._seldom.due("load"):
-            why, more = end.failure or "damaged or gone", self._seldom.more("load")
+            why, more = end.result.error or "damaged or gone", self._seldom.more("load")
             _log.warning("kvpool: %d chunks were not loaded: %s%s", end.failed_chunks, why, more)
         if gone and end.gone:
             self._known.drop(gone)
