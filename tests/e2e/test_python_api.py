@@ -27,11 +27,16 @@ BLOCKS, BLOCK_TOKENS, CHUNK = 40, 16, 256
 
 
 @pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     cluster.run("up", "--detach", "--arena-bytes", "256MiB", "--disk-bytes", "512MiB")
-    yield f"unix:{cluster.state.of_role('agent')[0].endpoints['socket']}"
+    yield cluster
     cluster.run("down")
+
+
+@pytest.fixture
+def agent(cluster: Cluster) -> str:
+    return f"unix:{cluster.state.of_role('agent')[0].endpoints['socket']}"
 
 
 class Engine:
@@ -120,6 +125,37 @@ async def test_the_same_on_an_event_loop_layer_by_layer(agent: str) -> None:
     assert (result.num_tokens, result.error) == (32, None)
     planes = memory.reshape(4, 4, -1)
     assert (planes[:, [3, 0]] == 3).all() and not planes[:, [1, 2]].any()
+
+
+def a_store(cluster: Cluster, name: str = "my-tier") -> kvpool.Store:
+    config = kvpool.StoreConfig(
+        index_endpoints=(cluster.state.of_role("index")[0].endpoints["endpoint"],),
+        pagestore=f"unix:{cluster.state.of_role('pagestore')[0].endpoints['socket']}",
+        match_timeout_s=PATIENCE_S,
+        load_timeout_s=PATIENCE_S,
+        store_timeout_s=PATIENCE_S,
+        connect_timeout_s=PATIENCE_S,
+    )
+    return kvpool.connect_store(
+        config.pagestore, index=config.index_endpoints, name=name, object_bytes=3_000_001, config=config
+    )
+
+
+def test_objects_are_put_once_and_had_by_key_without_an_agent(cluster: Cluster) -> None:
+    content = [np.random.default_rng(seed).bytes(3_000_001) for seed in range(3)]
+    keys: list[bytes | str | tuple[bytes, ...]] = ["a", b"b", (b"c", b"1")]
+    with a_store(cluster) as first:
+        assert first.put(keys, content) == [True] * 3
+        with pytest.raises(kvpool.errors.InvalidRequest, match="3000001"):
+            first.put(["d"], [b"short"])
+    with a_store(cluster) as second:
+        eventually_sync(lambda: second.exists([*keys, "absent"]) == [True] * 3 + [False], deadline_s=PATIENCE_S)
+        buffers = [bytearray(3_000_001) for _ in range(4)]
+        assert second.get([*keys, "absent"], buffers) == [True] * 3 + [False]
+        assert [bytes(buffer) for buffer in buffers[:3]] == content
+    with a_store(cluster, name="another") as other:
+        assert other.exists(keys) == [False] * 3
+    assert other.get(keys, buffers[:3]) == [False] * 3, "it is closed: everything is a miss"
 
 
 def test_an_agent_that_is_not_there_is_named() -> None:

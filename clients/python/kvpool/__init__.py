@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from kvpool.client.engine_items import StoreResult as StoreResult
     from kvpool.client.handle import AsyncHandle as AsyncHandle
     from kvpool.client.hashing import Prompt as Prompt
+    from kvpool.client.object_store import Store as Store
+    from kvpool.client.object_store import connect_store as connect_store
     from kvpool.client.paged_cache import PagedCache as PagedCache
     from kvpool.client.pool import AsyncPool as AsyncPool
+    from kvpool.client.store_config import StoreConfig as StoreConfig
     from kvpool.client.sync import Handle as Handle
     from kvpool.client.sync import Pool as Pool
     from kvpool.client.sync import connect as connect
@@ -45,8 +48,11 @@ _HOMES: Final = {
     "PagedCache": "kvpool.client.paged_cache",
     "Pool": "kvpool.client.sync",
     "Prompt": "kvpool.client.hashing",
+    "Store": "kvpool.client.object_store",
+    "StoreConfig": "kvpool.client.store_config",
     "StoreResult": "kvpool.client.engine_items",
     "connect": "kvpool.client.sync",
+    "connect_store": "kvpool.client.object_store",
 }
 __all__ = [
     "AsyncHandle",
@@ -60,8 +66,11 @@ __all__ = [
     "PagedCache",
     "Pool",
     "Prompt",
+    "Store",
+    "StoreConfig",
     "StoreResult",
     "connect",
+    "connect_store",
     "errors",
 ]
 

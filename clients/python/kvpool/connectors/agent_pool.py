@@ -19,18 +19,16 @@ from kvpool.client.fds import offer_fd
 from kvpool.client.handle import AsyncHandle
 from kvpool.client.hashing import Prompt
 from kvpool.client.pool import AsyncPool
-from kvpool.client.retry import TRANSIENT, Backoff
+from kvpool.client.retry import LATER, Backoff
 from kvpool.client.sync import BackgroundLoop, Handle
 from kvpool.connectors.block_memory import BlockMemory
 from kvpool.connectors.prefix_pool import ChunkSpan
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable, WireVersionRefused
+from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 
 _log = logging.getLogger(__name__)
-# The cluster is not there now, but it may come: everything else needs another configuration.
-_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable, WireVersionRefused)
 
 
 class AgentPool:
@@ -76,7 +74,7 @@ class AgentPool:
         """
         try:
             self._loop.run(self._open)
-        except _LATER as error:
+        except LATER as error:
             _log.warning("kvpool: computing everything until the agent can be reached: %s", error)
             self._opening = self._loop.start(self._open_later)
 
@@ -152,7 +150,7 @@ class AgentPool:
             try:
                 await self._open()
                 _log.info("kvpool: the agent is reached now")
-            except _LATER as error:
+            except LATER as error:
                 _log.debug("kvpool: the agent cannot be reached yet: %s", error)
             except KvPoolError as error:
                 _log.error("kvpool: not used in this process: %s", error)

@@ -16,9 +16,9 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from kvpool.connectors.direct_config import DirectPoolConfig
-from kvpool.connectors.direct_pool import DirectPool
-from kvpool.connectors.direct_sync import DirectSyncPool
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_pool import AsyncStorePages
+from kvpool.client.store_sync import StorePages
 from kvpool.connectors.lmcache_objects import ObjectBatch, ObjectNames, layout_of_description, layout_of_object
 from kvpool.core.errors import InvalidRequest, KvPoolError
 
@@ -60,17 +60,17 @@ class L2AdapterCalls:
         from lmcache.v1.platform import create_event_notifier
 
         own = {"model_revision", "salt"}
-        unknown = sorted(set(adapter_params) - own - DirectPoolConfig.names())
+        unknown = sorted(set(adapter_params) - own - StoreConfig.names())
         if unknown:
-            known = ", ".join(sorted(own | DirectPoolConfig.names()))
+            known = ", ".join(sorted(own | StoreConfig.names()))
             raise InvalidRequest(f"unknown adapter_params {', '.join(unknown)}; known are {known}")
-        config = DirectPoolConfig.of(adapter_params)
+        config = StoreConfig.of(adapter_params)
         if "model_revision" not in adapter_params:
             _log.warning("kvpool: no model_revision is set; set one, or other weights of a model are taken for these")
         self._names = ObjectNames(
             str(adapter_params.get("model_revision", "unspecified")), str(adapter_params.get("salt", ""))
         )
-        self._pool = DirectSyncPool(config, "lmcache")
+        self._pool = StorePages(config, "lmcache")
         self._lock = threading.Lock()
         self._next_id = 0
         self._running = 0
@@ -97,7 +97,7 @@ class L2AdapterCalls:
 
         fresh: list[int] = []
 
-        async def work(pool: DirectPool) -> object:
+        async def work(pool: AsyncStorePages) -> object:
             batch = ObjectBatch(self._names, keys, [layout_of_object(one) for one in objects], objects)
             stored = await batch.store(pool, fresh)
             return L2StoreResult(all(stored), sum(objects[at].get_size() for at in fresh))
@@ -117,7 +117,7 @@ class L2AdapterCalls:
     def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Mapping[int, Any]) -> int:
         """Begin to look objects up. Nothing is locked."""
 
-        async def work(pool: DirectPool) -> object:
+        async def work(pool: AsyncStorePages) -> object:
             layouts = [layout_of_description(group_layout_descs.get(key.object_group_id)) for key in keys]
             return _bitmap(await ObjectBatch(self._names, keys, layouts).find(pool))
 
@@ -134,7 +134,7 @@ class L2AdapterCalls:
         """Begin to read objects into the memory of `objects`, which is written until the task has ended."""
         loaded: list[bool] = []
 
-        async def work(pool: DirectPool) -> object:
+        async def work(pool: AsyncStorePages) -> object:
             batch = ObjectBatch(self._names, keys, [layout_of_object(one) for one in objects], objects)
             loaded.extend(await batch.load(pool))
             return _bitmap(loaded)
@@ -190,7 +190,7 @@ class L2AdapterCalls:
     def _submit(
         self,
         kind: str,
-        work: Callable[[DirectPool], Awaitable[object]],
+        work: Callable[[AsyncStorePages], Awaitable[object]],
         failed: object,
         told: Callable[[object], None] = lambda result: None,
     ) -> int:

@@ -15,15 +15,13 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.engine_registration import EngineRegistration, OfferFd
 from kvpool.client.fds import offer_fd
 from kvpool.client.pool import AsyncPool
-from kvpool.client.retry import TRANSIENT, Backoff
+from kvpool.client.retry import LATER, Backoff
 from kvpool.client.sync import BackgroundLoop
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable, WireVersionRefused
+from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 ResultT = TypeVar("ResultT")
-# The cluster is not there now, but it may come: everything else needs another configuration.
-_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable, WireVersionRefused)
 _CLOSE_TIMEOUT_S = 10.0
 # CPython lets the engine's thread run for 5 ms while the pool's waits to run Python, for each message again: a load has
 # several. The engine has one such thread, so that others pay nothing.
@@ -92,7 +90,7 @@ class PoolLink:
                     plan = await asyncio.to_thread(self._make_plan)
                 self._pool = await AsyncPool.open(plan, self._config, offer=self._offer)
                 _log.info("kvpool: %s uses agent %s, keyspace %s", plan.engine_name, plan.endpoint, plan.keyspace_name)
-            except _LATER as error:
+            except LATER as error:
                 if not told:
                     _log.warning("kvpool: everything is computed until the agent can be reached: %s", error)
                 told = True
