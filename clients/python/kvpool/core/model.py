@@ -13,8 +13,10 @@ from typing import Any
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
-from kvpool.core.keyspace import DEFAULT_CHUNK_TOKENS, KeyspaceSpec
+from kvpool.core.keyspace import KeyspaceSpec
 
+ENGINE_CHUNK_TOKENS = 128
+"""Default of all engines: with another one they find nothing of each other. (Unset on the wire means 256.)"""
 DTYPES: Mapping[str, Dtype] = MappingProxyType(
     {dtype.name.lower(): dtype for dtype in Dtype}
     | {"bfloat16": Dtype.BF16, "float16": Dtype.FP16, "half": Dtype.FP16, "float32": Dtype.FP32}
@@ -22,7 +24,8 @@ DTYPES: Mapping[str, Dtype] = MappingProxyType(
 _NAME_MAX = 128  # characters, of the index
 _NAME_MODEL_MAX = 40
 _DEFAULT_ROPE_THETA = 10000.0
-# What `rope_parameters` of a config says beside numbers that change nothing, or that say the same twice.
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+"""Of a model's config: those that `normalized_rope` reads."""
 _ROPE_ALIASES = {"type": "rope_type", "theta": "rope_theta"}
 
 
@@ -30,7 +33,7 @@ _ROPE_ALIASES = {"type": "rope_type", "theta": "rope_theta"}
 class Model:
     """Whose KV it is. Two engines share exactly if their models are equal.
 
-    name, revision: of the weights. `checkpoint_model` (kvpool.Model.of_checkpoint) takes both from the files.
+    name, revision: of the weights; `kvpool.checkpoint_model` takes both, and the rest, from a checkpoint's files.
     kv_heads, head_dim: of attention; MLA has latent_dim instead.
     dtype:          of the KV cache: "bf16", "fp16", "fp32", "fp8_e4m3", ...
     chunk_tokens:   what is shared in one piece: a power of two, and a multiple of the engine's block size.
@@ -49,7 +52,7 @@ class Model:
     head_dim: int = field(default=0, kw_only=True)
     latent_dim: int = field(default=0, kw_only=True)
     dtype: str | Dtype = field(default="bf16", kw_only=True)
-    chunk_tokens: int = field(default=DEFAULT_CHUNK_TOKENS, kw_only=True)
+    chunk_tokens: int = field(default=ENGINE_CHUNK_TOKENS, kw_only=True)
     codec: str | Codec = field(default="raw", kw_only=True)
     rope: Mapping[str, Any] | None = field(default=None, kw_only=True)
     quantization: str | None = field(default=None, kw_only=True)
@@ -147,6 +150,12 @@ def _number(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return [_number(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def family_name(config: Mapping[str, Any]) -> str:
+    """A name that follows from a model's config, wherever its files lie: "qwen2-24x896"."""
+    layers, width = config.get("num_hidden_layers"), config.get("hidden_size")
+    return f"{config.get('model_type') or 'model'}-{layers}x{width}"
 
 
 def default_keyspace_name(spec: KeyspaceSpec) -> str:

@@ -52,7 +52,7 @@ class LayerLoads:
                 self._wait(running, layers)
 
     def finish(self) -> None:
-        """The step is over: nothing touches the blocks after this. Those that did not come are told of.
+        """The step is over: nothing touches the blocks after this. Those that did not come are reported.
 
         Waits for an agent that does not stop to write, as long as it lives: there is no way to tell the engine that a
         step has not ended well and its blocks cannot be had yet.

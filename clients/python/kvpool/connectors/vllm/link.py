@@ -83,7 +83,7 @@ class PoolLink:
 
     async def _try_to_open(self) -> None:
         plan: EngineRegistration | None = None
-        backoff, told = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s), False
+        backoff, warned = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s), False
         while self._pool is None:
             try:
                 if plan is None:
@@ -91,9 +91,9 @@ class PoolLink:
                 self._pool = await AsyncPool.open(plan, self._config, offer=self._offer)
                 _log.info("kvpool: %s uses agent %s, keyspace %s", plan.engine_name, plan.endpoint, plan.keyspace_name)
             except LATER as error:
-                if not told:
+                if not warned:
                     _log.warning("kvpool: everything is computed until the agent can be reached: %s", error)
-                told = True
+                warned = True
                 self._tried.set()
                 await asyncio.sleep(backoff.next_s())
             except KvPoolError as error:

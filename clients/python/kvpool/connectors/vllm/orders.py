@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers' side in a step, and what it hears back. Plain values."""
+"""What the scheduler's side orders of the workers' side in a step, and what those report. Plain values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoadOrder:
     hashes:      [C * 16] bytes, of all chunks of the chain up to end_chunk. token_count: of the prompt.
     block_ids:   [B] int32, of the request, from token 0 on, those of all of end_chunk included.
     first_token: the first one that the engine does not hold; it lies in first_chunk.
-    end_token:   the engine takes all tokens up to it for loaded, until it is told otherwise.
+    end_token:   the engine takes all tokens up to it for loaded, until the connector says otherwise.
     trace:       that the request came with.
     """
 
