@@ -142,7 +142,7 @@ def test_drafts_of_speculative_decoding_are_no_prompts() -> None:
         request.num_computed_tokens = 99  # one known token each; the others are guesses
     orders = world.build({request.request_id: 5 for request in requests})
     world.clock.advance(0.05)
-    world.side.heard(orders.step, [])
+    world.side.on_worker_report(orders.step, [])
     assert world.side.cost.compute_ms(1) is None
 
 

@@ -168,7 +168,7 @@ def test_what_another_connector_loads_is_not_planned_here_any_more() -> None:
 
 def test_while_a_worker_cannot_reach_its_agent_nothing_is_loaded_or_stored() -> None:
     world = World(FakePool(3))
-    world.side.heard(world.build().step, [], ready=False)
+    world.side.on_worker_report(world.build().step, [], ready=False)
     request = a_request(120)
     assert world.match(request) == 0
     request.num_computed_tokens = 119

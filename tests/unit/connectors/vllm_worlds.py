@@ -94,7 +94,7 @@ class World:
             )
             for order in orders.loads
         ]
-        self.side.heard(orders.step, ends)
+        self.side.on_worker_report(orders.step, ends)
         self.side.received([order.request_id for order in orders.loads])
 
     def stored(self, orders: StepOrders, failed_chunks: int = 0) -> None:
@@ -108,4 +108,4 @@ class World:
                 duration_s=0.01,
                 size_bytes=1,
             )
-            self.side.heard(orders.step, [end])
+            self.side.on_worker_report(orders.step, [end])

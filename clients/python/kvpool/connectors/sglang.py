@@ -183,7 +183,7 @@ class HiCacheCalls:
         return self._space
 
     def _places(self, space: OpenedShards, keys: Sequence[str], extra_info: Any) -> list[ChunkPlace]:
-        """SGLang names the keys before a call's first one only if it is configured to; without them each page stands alone."""
+        """SGLang names the keys before a call's first one only if configured to; else each page stands alone."""
         hashes = [foreign_chunk_hash(space.hash_key, [key.encode()]) for key in keys]
         if not self._identity.chained:
             return [ChunkPlace.alone(chunk_hash) for chunk_hash in hashes]

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from kvpool.client.engine_items import EngineSource, MatchResult, TierTokens
 from kvpool.client.hashing import Prompt
 from kvpool.client.retry import Backoff
+from kvpool.connectors.vllm.connector_counters import ConnectorCounters
+from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.lookups import Lookup
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, packed_blocks
-from kvpool.connectors.vllm.seldom import Seldom
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
-from kvpool.connectors.vllm.tally import Tally
 from kvpool.core.load_cost import LoadCost, LoadRun, leading
 from kvpool.core.tracing import TraceParent
 
@@ -59,7 +59,7 @@ class LoadPlans:
     def __init__(
         self,
         settings: VllmSettings,
-        tally: Tally,
+        tally: ConnectorCounters,
         *,
         block_tokens: int,
         chunk_bytes: int,
@@ -69,7 +69,7 @@ class LoadPlans:
         self._settings, self._tally, self._now_s = settings, tally, now_s
         self._block_tokens, self._chunk_bytes = block_tokens, chunk_bytes
         self.cost = LoadCost()
-        self._log_rate = Seldom(now_s)
+        self._log_rate = LogRateLimiter(now_s)
         self._pauses = Backoff(_PAUSE_S, _PAUSE_MAX_S)
         self._paused_until_s = 0.0
         self._running: dict[str, _Running] = {}  # by request
@@ -161,7 +161,7 @@ class LoadPlans:
         self._first_chunks[chain.hashes[order.first_chunk]] = (request_id, until_s)
         return order
 
-    def hopeless(self, request_id: str, block_ids: Sequence[int]) -> LoadOrder:
+    def failed_load_order(self, request_id: str, block_ids: Sequence[int]) -> LoadOrder:
         """For an engine that waits for a load of which nothing is known: it brings nothing, and ends."""
         return LoadOrder(
             request_id=request_id,

@@ -13,11 +13,11 @@ from kvpool.client.engine_items import MatchResult
 from kvpool.client.hashing import Prompt
 from kvpool.client.pool import AsyncPool
 from kvpool.client.retry import Backoff
+from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
+from kvpool.connectors.vllm.connector_counters import ConnectorCounters
 from kvpool.connectors.vllm.link import PoolLink
-from kvpool.connectors.vllm.seldom import Seldom
+from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.tally import Tally
-from kvpool.connectors.vllm.turns import Turns
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 
@@ -71,12 +71,14 @@ class Lookups:
     nothing, since a request without an answer costs it an empty step. After a failure nothing is asked for a while: the
     engine computes."""
 
-    def __init__(self, settings: VllmSettings, link: PoolLink, tally: Tally, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: VllmSettings, link: PoolLink, tally: ConnectorCounters, now_s: Callable[[], float]
+    ) -> None:
         self._settings, self._link, self._tally, self._now_s = settings, link, tally, now_s
         self._backoff = Backoff(0.1, 5.0)
         self._silent_until_s = 0.0
-        self._seldom = Seldom(now_s)
-        self._turns = Turns(count=_AT_ONCE, size_bytes=1)
+        self._log_rate = LogRateLimiter(now_s)
+        self._limiter = ConcurrencyLimiter(count=_AT_ONCE, size_bytes=1)
         self._waited_s = 0.0
 
     def new_step(self) -> None:
@@ -105,7 +107,7 @@ class Lookups:
             chain = hash_tokens() if token_count <= _LOOP_TOKENS else await asyncio.to_thread(hash_tokens)
             if not match:
                 return Found(chain, None)
-            async with self._turns.turn(0):
+            async with self._limiter.acquire(0):
                 return Found(chain, await pool.match(chain, held_chunks=held_chunks, timeout_s=timeout_s))
 
         self._tally.lookups += match
@@ -173,8 +175,8 @@ class Lookups:
     def _failed(self, error: KvPoolError) -> None:
         self._tally.failed_lookups += 1
         self._silent_until_s = self._now_s() + self._backoff.next_s()
-        if self._seldom.due("failed"):
-            _log.warning("kvpool: nothing is looked up for a moment: %s%s", error, self._seldom.more("failed"))
+        if self._log_rate.due("failed"):
+            _log.warning("kvpool: nothing is looked up for a moment: %s%s", error, self._log_rate.more("failed"))
 
 
 def _failure(error: KvPoolError) -> Found:

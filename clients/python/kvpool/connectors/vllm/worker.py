@@ -19,12 +19,12 @@ from typing import Any
 from kvpool.client.engine_items import LoadResult
 from kvpool.client.handle import AsyncHandle
 from kvpool.client.pool import AsyncPool
+from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
 from kvpool.connectors.vllm.engine_work import EngineWork, WorkPoint
 from kvpool.connectors.vllm.layer_loads import LayerLoads
 from kvpool.connectors.vllm.link import PoolLink, unreachable
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, block_table, prompt_of
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.turns import Turns
 from kvpool.connectors.vllm.worker_stores import WorkerStores
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Overloaded, ServiceUnavailable, Stopped
 
@@ -71,7 +71,7 @@ class WorkerSide:
         self._done: deque[Callable[[], None]] = deque()  # appended on the loop, run here
         self._loads: dict[str, _Load] = {}  # that have not ended, by request
         self._waiting: deque[_Load] = deque()  # for an event
-        self._turns = Turns(count=_LOADS_MAX, size_bytes=1 << 62)
+        self._limiter = ConcurrencyLimiter(count=_LOADS_MAX, size_bytes=1 << 62)
         self._idle_wait, self._engine_computes = idle_wait, True
         self._ended = threading.Event()  # a load has, since it was last looked at
         self._received: set[str] = set()
@@ -230,7 +230,7 @@ class WorkerSide:
         """On the pool's loop."""
         order, begun = load.order, False
         try:
-            async with asyncio.timeout(order.timeout_s) as patience, self._turns.turn(0):
+            async with asyncio.timeout(order.timeout_s) as patience, self._limiter.acquire(0):
                 patience.reschedule(None)  # the load has a deadline of its own
                 begun = True
                 prompt, blocks = prompt_of(order, self._settings.chunk_tokens), block_table(order, self._split)

@@ -11,11 +11,11 @@ from functools import partial
 
 from kvpool.client.engine_items import StoreResult
 from kvpool.client.pool import AsyncPool
+from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
 from kvpool.connectors.vllm.engine_work import EngineWork, WorkPoint
 from kvpool.connectors.vllm.link import PoolLink, unreachable
 from kvpool.connectors.vllm.orders import StoreEnd, StoreOrder, block_table, prompt_of
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.turns import Turns
 
 _STORES_MAX = 16  # at once: an agent takes 64 loads and stores of a session
 
@@ -75,7 +75,7 @@ class WorkerStores:
         self._later, self._on_ended, self._now_s = later, on_ended, now_s
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Store] = deque()  # for an event
-        self._turns = Turns(count=_STORES_MAX, size_bytes=settings.store_bytes_in_flight_max)
+        self._limiter = ConcurrencyLimiter(count=_STORES_MAX, size_bytes=settings.store_bytes_in_flight_max)
 
     def start(self, order: StoreOrder, spoiled_blocks: Set[int]) -> None:
         """Store after this step's work. spoiled_blocks: what was computed in this step from them is wrong."""
@@ -152,7 +152,7 @@ class WorkerStores:
 
             async def window(chunks: range) -> None:
                 nonlocal left
-                async with self._turns.turn(len(chunks) * self._chunk_bytes):
+                async with self._limiter.acquire(len(chunks) * self._chunk_bytes):
                     if not store.kept:
                         outcome.skipped += len(chunks)
                         return

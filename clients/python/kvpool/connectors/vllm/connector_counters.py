@@ -8,7 +8,7 @@ from kvpool.connectors.vllm.orders import LoadEnd, StoreEnd
 
 
 @dataclass(slots=True)
-class Tally:
+class ConnectorCounters:
     """Of all workers together: a chunk that two of them load counts twice."""
 
     lookups: int = 0

@@ -9,10 +9,10 @@ from typing import Any
 
 from kvpool.client.store_sync import StorePages
 from kvpool.client.store_values import ChunkPlace, OpenedShards
-from kvpool.connectors.lightllm_calls import CallServer
-from kvpool.connectors.lightllm_ledger import NO_PAGE, OffloadGroup, PageLedger
-from kvpool.connectors.lightllm_peers import Peers
-from kvpool.connectors.lightllm_settings import LightLlmSettings
+from kvpool.connectors.contrib.lightllm.calls import CallServer
+from kvpool.connectors.contrib.lightllm.ledger import NO_PAGE, OffloadGroup, PageLedger
+from kvpool.connectors.contrib.lightllm.peers import Peers
+from kvpool.connectors.contrib.lightllm.settings import LightLlmSettings
 from kvpool.core.chunks import HASH_BYTES
 from kvpool.core.errors import InvalidRequest
 
