@@ -35,10 +35,10 @@ import numpy as np
 from bench.process_usage import cpu_s
 from bench.waiting import ready_document
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_registration import EnginePlan
-from kvpool.client.hashing import Chain
+from kvpool.client.engine_registration import EngineRegistration
+from kvpool.client.hashing import Prompt
 from kvpool.client.shared_memory import SharedMemoryRegion
-from kvpool.client.sync import SyncKvPool
+from kvpool.client.sync import Pool
 from kvpool.core import grid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import vllm_blhnc_layout
@@ -154,7 +154,7 @@ class Client:
     def __init__(self, agent: str) -> None:
         places = 2 * IN_FLIGHT * PROMPT_CHUNKS
         layout = vllm_blhnc_layout(SPEC, range(4), range(1), BLOCK_TOKENS, places * BLOCKS_PER_CHUNK)
-        plan = EnginePlan(
+        plan = EngineRegistration(
             endpoint=agent,
             engine_name="bench",
             keyspace_name="agent-path",
@@ -164,26 +164,26 @@ class Client:
         )
         order = np.random.default_rng(5).permutation(places * BLOCKS_PER_CHUNK).astype(np.int64)
         self._blocks = order.reshape(2 * IN_FLIGHT, -1)
-        self.pool = SyncKvPool(plan, ClientConfig(store_timeout_s=TIMEOUT_S, load_timeout_s=TIMEOUT_S))
+        self.pool = Pool(plan, ClientConfig(store_timeout_s=TIMEOUT_S, load_timeout_s=TIMEOUT_S))
         self._seeds = itertools.count(time.time_ns() % (1 << 40))
         self.loaded = [self.chain(CHUNKS) for _ in range(STORED)]
         for number, chain in enumerate(self.loaded):
             self.store(number % IN_FLIGHT, chain)
 
-    def chain(self, chunks: int) -> Chain:
+    def chain(self, chunks: int) -> Prompt:
         """A prompt that none has stored."""
         tokens = np.full(chunks * SPEC.chunk_tokens, 7, np.uint32)
         tokens[:2] = np.array([next(self._seeds)], np.uint64).view(np.uint32) & 0x7FFFFFFF
-        return self.pool.chain(tokens)
+        return self.pool.prompt(tokens)
 
-    def store(self, slot: int, chain: Chain) -> None:
+    def store(self, slot: int, chain: Prompt) -> None:
         """Until it is stored."""
-        ticket = self.pool.store(chain, self._blocks[slot], first_chunk=0, end_chunk=chain.chunk_count)
-        report = ticket.report(TIMEOUT_S)
+        handle = self.pool.store(chain, self._blocks[slot], first_chunk=0, end_chunk=chain.chunk_count)
+        report = handle.result(TIMEOUT_S)
         if report.failed_chunks:
             raise RuntimeError(f"a store failed: {next(iter(report.failed_chunks.values()))!r}")
 
-    def load(self, slot: int, chain: Chain, chunks: int = CHUNKS) -> bool:
+    def load(self, slot: int, chain: Prompt, chunks: int = CHUNKS) -> bool:
         """Until it is loaded; False if some of it is not there any more."""
         blocks = self._blocks[IN_FLIGHT + slot]
         return self.pool.load(chain, blocks, first_chunk=0, end_chunk=chunks).loaded_chunks == chunks

@@ -30,11 +30,11 @@ from kvpool.cli.output import size_from_text, table
 from kvpool.client.config import ClientConfig
 from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import block_memory
+from kvpool.connectors.prefix import Prefix
 from kvpool.connectors.prefix_cache import PrefixCache
-from kvpool.connectors.running_prefix import FoundPrefix
 from kvpool.connectors.transformers_batch import find_rows
 from kvpool.connectors.transformers_blocks import block_bytes, block_layout
-from kvpool.connectors.transformers_model import keyspace_spec
+from kvpool.connectors.transformers_model import shared_model
 
 CHUNK_TOKENS = 256
 PASS_TOKENS = (1, 32, 64, 128, 256, 512, 1024)
@@ -42,14 +42,14 @@ STORE_TIMEOUT_S = 60.0
 FORGET_TIMEOUT_S = 10.0
 
 
-def one_after_another(cache: PrefixCache, rows: Sequence[Any]) -> list[FoundPrefix]:
+def one_after_another(cache: PrefixCache, rows: Sequence[Any]) -> list[Prefix]:
     """As it was before."""
     return [cache.find(row) for row in rows]
 
 
 def measure_loads(model: Any, agent: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """By number of rows."""
-    spec = keyspace_spec(model, model_id="batch-rows", model_revision="1", chunk_tokens=CHUNK_TOKENS)
+    spec = shared_model(model, model_id="batch-rows", model_revision="1", chunk_tokens=CHUNK_TOKENS).spec
     chunks = arguments.tokens // CHUNK_TOKENS
     block_count = 2 * max(arguments.rows) * chunks
     memory = block_memory(block_count * block_bytes(spec), model.device)
@@ -75,7 +75,7 @@ def measure_loads(model: Any, agent: str, arguments: argparse.Namespace) -> dict
 
 
 def _compare(cache: PrefixCache, rows: Sequence[Any], chunks: int, spec: Any, runs: int) -> dict[str, float]:
-    ways: dict[str, Callable[..., list[FoundPrefix]]] = {"apart": one_after_another, "together": find_rows}
+    ways: dict[str, Callable[..., list[Prefix]]] = {"apart": one_after_another, "together": find_rows}
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(runs + 1):
         for name, way in ways.items():
@@ -84,7 +84,7 @@ def _compare(cache: PrefixCache, rows: Sequence[Any], chunks: int, spec: Any, ru
             found = way(cache, rows)
             if number:  # the first run of each warms up
                 samples[name].append((time.perf_counter() - started_s) * 1e3)
-            assert all(prefix.loaded.chunk_count == chunks for prefix in found), [prefix.failure for prefix in found]
+            assert all(prefix.loaded.loaded_chunks == chunks for prefix in found), [prefix.failure for prefix in found]
             for prefix in found:
                 cache.release(prefix)
     medians = {f"{name}_ms": statistics.median(values) for name, values in samples.items()}

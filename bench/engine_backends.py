@@ -30,8 +30,8 @@ from kvpool.cli.bench_cluster import bench_cluster
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl
-from kvpool.connectors.direct_config import DirectPoolConfig
-from kvpool.connectors.direct_sync import DirectSyncPool
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_sync import StorePages
 from kvpool.connectors.lmcache_objects import ObjectBatch, ObjectNames, layout_of_object
 from kvpool.connectors.sglang import HiCacheCalls
 from tests.fixtures.host_pools import MhaPool, StorageConfig
@@ -76,7 +76,7 @@ def sglang_case(settings: dict[str, Any], layout: str, ranks: int) -> Case:
 
 def lmcache_case(settings: dict[str, Any], ranks: int) -> Case:
     """Store and load tasks of objects, as the adapter does them."""
-    pool = DirectSyncPool(DirectPoolConfig.of(settings), "bench")
+    pool = StorePages(StoreConfig.of(settings), "bench")
     shape = torch.Size([2, LAYERS, PAGE_TOKENS, HEADS // ranks * 128])
     object_bytes = HEADS // ranks * HEAD_BYTES
     object_count = BATCH_BYTES // object_bytes

@@ -41,7 +41,7 @@ import numpy as np
 
 from bench.match_rig import percentile
 from kvpool.client.config import ClientConfig
-from kvpool.client.pool import KvPool
+from kvpool.client.pool import AsyncPool
 from kvpool.core.errors import KvPoolError, PageCorrupt
 from tests.e2e.service_processes import Process
 from tests.fixtures.agent import SPEC, EngineProcess
@@ -93,7 +93,7 @@ class Engine:
         self.seen = Seen()
 
     async def run(self, started: Semaphore, ended: Event) -> None:
-        pool = await KvPool.open(self._memory.plan, ClientConfig())
+        pool = await AsyncPool.open(self._memory.plan, ClientConfig())
         started.release()
         while not ended.is_set():
             try:
@@ -105,29 +105,32 @@ class Engine:
                 await asyncio.sleep(0.02)
         await pool.close()
 
-    async def _prompt(self, pool: KvPool) -> None:
+    async def _prompt(self, pool: AsyncPool) -> None:
         memory, seen = self._memory, self.seen
         number = int(self._random.random() ** 2 * PROMPTS)
         tokens = np.random.default_rng(number).integers(0, 1 << 30, CHUNKS * SPEC.chunk_tokens, dtype=np.uint32)
-        chain, blocks = pool.chain(tokens), memory.blocks.reshape(-1)
+        chain, blocks = pool.prompt(tokens), memory.blocks.reshape(-1)
         found = await self._timed("match", pool.match(chain))
         self._note("match", found.error)
         loaded = 0
         if found.matched_chunks:
             memory.clear()
-            report = await self._timed("load", pool.load(chain, blocks, first_chunk=0, end_chunk=found.matched_chunks))
+            loading = await pool.start_load(
+                chain, blocks, first_chunk=0, end_chunk=found.matched_chunks, by_layer=False
+            )
+            report = await self._timed("load", loading.result())
             self._note("load", report.error)
             loaded = report.loaded_chunks
-            if not report.hold.ended:
-                await self._timed("wait", report.hold.wait())
+            if not loading.released:
+                await self._timed("wait", loading.wait_released())
             seen.counts["loaded_chunks"] += loaded
             seen.counts["wrong_chunks"] += sum(not memory.holds(chain, [chunk], at=chunk) for chunk in range(loaded))
         if loaded == CHUNKS:
             return
         memory.compute(chain, range(loaded, CHUNKS), at=loaded)
-        ticket = await self._timed("store", pool.store(chain, blocks, first_chunk=loaded, end_chunk=CHUNKS))
-        await self._timed("wait", ticket.wait_reusable())
-        stored = await self._timed("report", ticket.report(ClientConfig().store_timeout_s))
+        storing = await self._timed("store", pool.store(chain, blocks, first_chunk=loaded, end_chunk=CHUNKS))
+        await self._timed("wait", storing.wait_released())
+        stored = await self._timed("report", storing.result())
         seen.counts["stored_chunks"] += stored.stored_chunks
         for error in set(stored.failed_chunks.values()):
             self._note("store", error)

@@ -77,7 +77,7 @@ def _run(source: Path, variables: dict[str, str]) -> dict[str, float]:
 
 async def _worker() -> dict[str, float]:
     """One cluster, one engine; medians in ms. Imported here: from the checkout that is measured."""
-    from kvpool.client.pool import KvPool
+    from kvpool.client.pool import AsyncPool
     from tests.e2e.service_processes import service_cluster
     from tests.fixtures.agent import CLIENT, SPEC, EngineProcess, prompt
 
@@ -87,11 +87,11 @@ async def _worker() -> dict[str, float]:
         pids = [os.getpid(), cluster.index.pid, store.pid, agent.pid]
         cluster.wait_ready()
         engine = EngineProcess(f"unix:{cluster.socket('a.agent')}", chunk_count=CHUNKS)
-        pool = await KvPool.open(engine.plan, CLIENT)
+        pool = await AsyncPool.open(engine.plan, CLIENT)
         chain = prompt(pool.session, CHUNKS)
         engine.compute(chain, range(CHUNKS))
         table = engine.blocks.ravel()
-        await (await pool.store(chain, table, first_chunk=0, end_chunk=CHUNKS)).report(10.0)
+        await (await pool.store(chain, table, first_chunk=0, end_chunk=CHUNKS)).result(10.0)
         for _ in range(500):  # until it is announced
             if (await pool.match(chain)).matched_chunks == CHUNKS:
                 break

@@ -32,7 +32,7 @@ from kvpool.connectors.block_memory import block_memory
 from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.transformers import SharedPrefixGenerator
 from kvpool.connectors.transformers_blocks import KvBlocks, block_bytes, block_layout
-from kvpool.connectors.transformers_model import keyspace_spec
+from kvpool.connectors.transformers_model import shared_model
 
 CHUNK_TOKENS = 256
 STORE_TRIES = 4
@@ -54,7 +54,9 @@ class Engine:
         started_s = time.perf_counter()
         self.device, self.model = device, build_model(shape, device)
         say(f"model of shape {shape_name} after {time.perf_counter() - started_s:.1f} s")
-        spec = keyspace_spec(self.model, model_id=f"ttft-{shape_name}", model_revision="1", chunk_tokens=CHUNK_TOKENS)
+        spec = shared_model(
+            self.model, model_id=f"ttft-{shape_name}", model_revision="1", chunk_tokens=CHUNK_TOKENS
+        ).spec
         block_count = 2 * (most_tokens // CHUNK_TOKENS + 1)  # also when a late load still holds as many
         layout = block_layout(spec, block_count)
         memory = block_memory(block_count * block_bytes(spec), self.model.device)

@@ -25,7 +25,7 @@ from demo.workload import Conversation, Workload, load_workload, render_prompt
 from kvpool.client.request_stats import RequestStats
 from kvpool.connectors.first_token import FirstTokenTimer
 from kvpool.connectors.transformers import SharedPrefixGenerator
-from kvpool.connectors.transformers_model import keyspace_spec
+from kvpool.connectors.transformers_model import shared_model
 from kvpool.core.errors import InvalidRequest, KvPoolError
 
 CHUNK_TOKENS = 64  # fine enough that little of a 2,000-token prompt is left to compute
@@ -198,7 +198,7 @@ def _run(arguments: argparse.Namespace) -> None:
     model = build_model(arguments.model, arguments.seed, arguments.device)
     check_room(model, workload)
     if arguments.check_only:
-        keyspace_spec(model.model, model_id=model.name, model_revision=model.revision, chunk_tokens=CHUNK_TOKENS)
+        shared_model(model.model, model_id=model.name, model_revision=model.revision, chunk_tokens=CHUNK_TOKENS)
         return
     warm_up(model)
     with connected(model, arguments) as generator:

@@ -17,9 +17,9 @@ from bench.vllm_gpu.engines import prompt, start_all
 from bench.vllm_gpu.phases import Plan
 from bench.vllm_gpu.samples import Recorder
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_registration import EnginePlan
-from kvpool.client.hashing import Chain
-from kvpool.client.sync import SyncKvPool
+from kvpool.client.engine_registration import EngineRegistration
+from kvpool.client.hashing import Prompt
+from kvpool.client.sync import Pool
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.partition import rank_part
 
@@ -94,7 +94,7 @@ class Transfers:
         self._blocks = order.reshape(2 * IN_FLIGHT, blocks_each)
         self._chunks = shape.chunks
         self.size_bytes = self._tokens * shape.group.layers * shape.group.kv_heads * shape.row_elements * 2
-        plan = EnginePlan(
+        plan = EngineRegistration(
             endpoint=agent,
             engine_name="transfers",
             keyspace_name=f"transfers-{shape.layout}-{shape.group.layers}",
@@ -102,7 +102,7 @@ class Transfers:
             layout=memory.layout,
             regions=memory.regions,
         )
-        self._pool = SyncKvPool(plan, ClientConfig(store_timeout_s=_TIMEOUT_S, load_timeout_s=_TIMEOUT_S))
+        self._pool = Pool(plan, ClientConfig(store_timeout_s=_TIMEOUT_S, load_timeout_s=_TIMEOUT_S))
         self._lock = threading.Lock()
         self._seed = int(time.time()) << 20
         self._loaded = [self._chain() for _ in range(_STORED)]
@@ -149,16 +149,16 @@ class Transfers:
             count += 1
         return count
 
-    def _store(self, slot: int, chain: Chain) -> None:
-        ticket = self._pool.store(chain, self._blocks[slot], first_chunk=0, end_chunk=self._chunks)
-        report = ticket.report(_TIMEOUT_S)
+    def _store(self, slot: int, chain: Prompt) -> None:
+        handle = self._pool.store(chain, self._blocks[slot], first_chunk=0, end_chunk=self._chunks)
+        report = handle.result(_TIMEOUT_S)
         if report.failed_chunks:
             raise RuntimeError(f"a store failed: {next(iter(report.failed_chunks.values()))}")
 
-    def _chain(self) -> Chain:
+    def _chain(self) -> Prompt:
         self._seed += 1
         tokens = np.random.default_rng(self._seed).integers(0, 1 << 31, self._tokens, dtype=np.uint32)
-        return self._pool.chain(tokens)
+        return self._pool.prompt(tokens)
 
 
 class Memcpy:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from kvpool.cli.state import ClusterState, read_state
-from kvpool.client.engine_registration import EnginePlan
-from kvpool.client.pool_values import LoadReport
+from kvpool.client.engine_items import LoadResult
+from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.shared_memory import SharedMemoryRegion
-from kvpool.client.sync import SyncKvPool
+from kvpool.client.sync import Pool
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.testing import eventually_sync
@@ -91,12 +91,12 @@ class Cluster:
         with _Engine(self.state) as engine:
             engine.store(tokens)
 
-    def load(self, tokens: list[int]) -> tuple[LoadReport, bool]:
+    def load(self, tokens: list[int]) -> tuple[LoadResult, bool]:
         """Have another engine load them; its report, and whether the bytes are those that `store` stores."""
         with _Engine(self.state) as engine:
             return engine.load(tokens)
 
-    def match_and_load(self, tokens: list[int]) -> LoadReport:
+    def match_and_load(self, tokens: list[int]) -> LoadResult:
         """As `load`, by an engine that has asked how much there is."""
         with _Engine(self.state) as engine:
             engine.match(tokens)
@@ -116,7 +116,7 @@ class _Engine:
         self._block_count = 8
         layout = contiguous_layout(SPEC, range(2), range(2), CHUNK_TOKENS, self._block_count)
         self._region = SharedMemoryRegion(layout.handle_sizes[0])
-        plan = EnginePlan(
+        plan = EngineRegistration(
             endpoint=f"unix:{state.of_role('agent')[0].endpoints['socket']}",
             engine_name="test",
             keyspace_name=KEYSPACE_NAME,
@@ -124,7 +124,7 @@ class _Engine:
             layout=layout,
             regions=(self._region,),
         )
-        self._pool = SyncKvPool(plan, patient())
+        self._pool = Pool(plan, patient())
 
     def __enter__(self) -> _Engine:
         return self
@@ -135,18 +135,18 @@ class _Engine:
 
     def store(self, tokens: list[int]) -> None:
         np.frombuffer(self._region.buffer, dtype=np.uint8)[:] = self._content()
-        chain = self._pool.chain(tokens)
-        ticket = self._pool.store(chain, np.arange(chain.chunk_count), first_chunk=0, end_chunk=chain.chunk_count)
-        report = ticket.report(PATIENCE_S)
+        chain = self._pool.prompt(tokens)
+        handle = self._pool.store(chain, np.arange(chain.chunk_count), first_chunk=0, end_chunk=chain.chunk_count)
+        report = handle.result(PATIENCE_S)
         assert report.stored_chunks == chain.chunk_count, report
         # It is announced a little later.
         eventually_sync(lambda: self._pool.match(chain).matched_chunks == chain.chunk_count)
 
     def match(self, tokens: list[int]) -> None:
-        self._pool.match(self._pool.chain(tokens))
+        self._pool.match(self._pool.prompt(tokens))
 
-    def load(self, tokens: list[int]) -> tuple[LoadReport, bool]:
-        chain = self._pool.chain(tokens)
+    def load(self, tokens: list[int]) -> tuple[LoadResult, bool]:
+        chain = self._pool.prompt(tokens)
         report = self._pool.load(
             chain, np.arange(chain.chunk_count), first_chunk=0, end_chunk=chain.chunk_count, timeout_s=PATIENCE_S
         )

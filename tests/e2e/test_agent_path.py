@@ -102,10 +102,10 @@ async def test_a_killed_pagestore_costs_chunks_and_comes_back(tmp_path: Path) ->
         store.kill()
         outcome = await waiting.done(60)
         assert outcome.loaded_chunks < CHUNKS
-        assert outcome.failed == tuple(range(outcome.loaded_chunks, CHUNKS))
-        assert waiting.hold_ended
+        assert outcome.failed_chunks == tuple(range(outcome.loaded_chunks, CHUNKS))
+        assert waiting.released
         stored = await run_store(session, engine.span(chain, range(CHUNKS)))
-        assert set(stored.failed) == set(range(CHUNKS))
+        assert set(stored.failed_chunks) == set(range(CHUNKS))
 
         store.start()
         store.wait_ready()
@@ -145,7 +145,7 @@ async def test_an_agent_killed_between_reserve_and_commit_leaves_nothing(tmp_pat
         with pytest.raises(KvPoolError):
             await handle.done(60)
         # Its process is gone, so nothing touches the engine's blocks any more.
-        await asyncio.wait_for(handle.wait_hold(), 60)
+        await asyncio.wait_for(handle.wait_released(), 60)
         await asyncio.wait_for(session.released.wait(), 60)
 
         async def slots_are_back() -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +15,6 @@ from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import CHUNK_TOKENS, KEYSPACE_NAME, SMALL, TOKENS, Cluster
 
 pytestmark = pytest.mark.e2e
-
-PYTHON_CLIENT = Path(__file__).parents[2] / "docs" / "python-client.md"
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +110,3 @@ def test_logs_of_one_process(cluster: Cluster) -> None:
     assert 1 <= len(lines) <= 3
     assert all(line.startswith("index-0: ") for line in lines)
     assert "no logs" in cluster.run("logs", "nothing-0", code=1)
-
-
-def test_the_page_of_the_python_client_is_true(cluster: Cluster, tmp_path: Path) -> None:
-    """Its engine, run as the page says, prints what the page says."""
-    page = PYTHON_CLIENT.read_text()
-    script = tmp_path / "engine.py"
-    script.write_text(page.split("```python\n")[1].split("```")[0])
-    first, later = page.split("```python\n")[1].split("```")[2].split("\n")[1:3]
-    agent = f"unix:{cluster.state.of_role('agent')[0].endpoints['socket']}"
-
-    def printed() -> str:
-        command = [sys.executable, str(script), agent]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
-
-    assert printed() == first
-    eventually_sync(lambda: printed() == later)  # what was stored is announced a little later

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from kvpool.cli.state import ProcessState
-from kvpool.client.engine_registration import EnginePlan
-from kvpool.client.pool_values import LoadReport
-from kvpool.client.sync import SyncKvPool
+from kvpool.client.engine_items import LoadResult
+from kvpool.client.engine_registration import EngineRegistration
+from kvpool.client.sync import Pool
 from kvpool.connectors.block_memory import BlockMemory, block_memory
 from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerator
 from kvpool.connectors.transformers_blocks import block_layout
@@ -46,7 +46,7 @@ class RawEngine:
     def __init__(self, cluster: Cluster, device: str) -> None:
         layout = block_layout(SPEC, CHUNK_COUNT)
         self.memory: BlockMemory = block_memory(layout.handle_sizes[0], torch.device(device))
-        plan = EnginePlan(
+        plan = EngineRegistration(
             endpoint=agent_of(cluster),
             engine_name="raw",
             keyspace_name=f"raw-{device}",
@@ -55,8 +55,8 @@ class RawEngine:
             regions=self.memory.regions,
             events=self.memory.events,
         )
-        self.pool = SyncKvPool(plan, CONFIG)
-        self.chain = self.pool.chain(TOKENS)
+        self.pool = Pool(plan, CONFIG)
+        self.chain = self.pool.prompt(TOKENS)
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -66,15 +66,15 @@ class RawEngine:
 
     def store(self) -> None:
         """Store what the blocks hold, after the work that the current stream has to do on them."""
-        ticket = self.pool.store(
-            self.chain, np.arange(CHUNK_COUNT), first_chunk=0, end_chunk=CHUNK_COUNT, after=self.memory.record()
+        handle = self.pool.store(
+            self.chain, np.arange(CHUNK_COUNT), first_chunk=0, end_chunk=CHUNK_COUNT, wait_event=self.memory.record()
         )
-        report = ticket.report(60)
+        report = handle.result(60)
         assert report.stored_chunks == CHUNK_COUNT, report
 
-    def load(self) -> LoadReport:
+    def load(self) -> LoadResult:
         return self.pool.load(
-            self.chain, np.arange(CHUNK_COUNT), first_chunk=0, end_chunk=CHUNK_COUNT, after=self.memory.record()
+            self.chain, np.arange(CHUNK_COUNT), first_chunk=0, end_chunk=CHUNK_COUNT, wait_event=self.memory.record()
         )
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ def test_a_store_comes_after_the_work_that_computes_the_blocks(cluster: Cluster,
     """The bytes are written by work that takes long, and stored before it has ended."""
     with raw_engine(cluster, device) as engine:
         tokens = [token + 1 for token in TOKENS]
-        engine.chain = engine.pool.chain(tokens)
+        engine.chain = engine.pool.prompt(tokens)
         engine.bytes.zero_()
         busy = torch.ones((4096, 4096) if device == "cuda" else (64, 64), device=device)
         for _ in range(200 if device == "cuda" else 2):

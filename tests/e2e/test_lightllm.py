@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.connectors.lightllm import CpuKvCacheClient, PoolCacheWorker, attached
+from kvpool.connectors.contrib.lightllm.client import CpuKvCacheClient, PoolCacheWorker, attached
 from kvpool.core.errors import InvalidRequest
 from kvpool.testing import eventually_sync
 from tests.fixtures.direct_cluster import DirectCluster, direct_cluster

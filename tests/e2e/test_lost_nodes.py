@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpool.client.gpuagent import EngineSession
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.client.index import IndexClient
 from kvpool.connectors.transformers import SharedPrefixGenerator
 from kvpool.core.cluster import ChainQuery
@@ -87,7 +87,7 @@ async def fails_fast(index: IndexClient, keyspace: bytes) -> None:
             await index.match(ChainQuery(keyspace=keyspace, chunk_hashes=bytes(16), shards=0), timeout_s=3600)
 
 
-async def knows_nothing_current(session: EngineSession, chain: Chain) -> None:
+async def knows_nothing_current(session: EngineSession, chain: Prompt) -> None:
     """Wait until the agent's own knowledge of locations is too old to be used."""
 
     async def refused() -> bool:

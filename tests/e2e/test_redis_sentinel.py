@@ -98,7 +98,7 @@ async def test_a_node_goes_on_by_itself(sentinels: RedisSentinels) -> None:
     async with running_index(store) as index:
         client = client_of(index)
         opened = await client.open_keyspace("chat", SPEC)
-        chain = hashing.Chain.of(opened.hash_key, list(range(16 * 40)), 16)
+        chain = hashing.Prompt.of(opened.hash_key, list(range(16 * 40)), 16)
         node = Node(client, opened.keyspace, chain, opened.grid.all_shards)
         await node.link.start()
         node.put(*range(10))

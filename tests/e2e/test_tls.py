@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from kvpool.client.gpuagent import EngineSession
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.client.index import IndexClient
 from kvpool.client.tls import TlsCredentials
 from kvpool.core.cluster import NodeKind
@@ -74,7 +74,7 @@ def secure_cluster(tmp_path: Path, authority: Authority, client_auth: str = "req
         yield SecureCluster(tmp_path, authority, client_auth, stack)
 
 
-async def matched(session: EngineSession, chain: Chain) -> bool:
+async def matched(session: EngineSession, chain: Prompt) -> bool:
     return (await session.match(chain.hashes)).matched_chunks == CHUNKS
 
 

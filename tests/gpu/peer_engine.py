@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_registration import EnginePlan
+from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.gpuagent_control import AgentControl
 from kvpool.client.peer_pulls import PeerPulls, TokenPull
@@ -78,7 +78,7 @@ async def main(options: dict[str, Any]) -> None:
     tensors = [torch.from_numpy(each).to(device) for each in first_bytes(options)]
     torch.cuda.synchronize(device)
     exported = export_tensors(tensors)
-    plan = EnginePlan(
+    plan = EngineRegistration(
         endpoint=options["agent"],
         engine_name=f"engine on {device}",
         keyspace_name="peer",

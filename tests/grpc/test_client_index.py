@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import (
     ChainQuery,
@@ -44,7 +44,7 @@ def client_of(index: RunningIndex) -> IndexClient:
 class Node:
     """A node whose truth is a set of chunk indexes of one chain."""
 
-    def __init__(self, client: IndexClient, keyspace: bytes, chain: Chain, shards: int, **bounds: int) -> None:
+    def __init__(self, client: IndexClient, keyspace: bytes, chain: Prompt, shards: int, **bounds: int) -> None:
         self.keyspace, self.chain, self.shards = keyspace, chain, shards
         self.held: set[int] = set()
         self.superseded: list[StaleIncarnation] = []
@@ -97,7 +97,7 @@ async def world(store: MemoryIndexStore | None = None, **bounds: int) -> AsyncGe
     async with running_index(store, config=IndexConfig(max_batch_items=8, lease_ttl_ms=600_000)) as index:
         client = client_of(index)
         opened = await client.open_keyspace("chat", SPEC)
-        chain = Chain.of(opened.hash_key, list(range(16 * 40)), 16)
+        chain = Prompt.of(opened.hash_key, list(range(16 * 40)), 16)
         node = Node(client, opened.keyspace, chain, opened.grid.all_shards, **bounds)
         try:
             yield client, node
@@ -158,7 +158,7 @@ async def test_a_wiped_store_is_filled_again() -> None:
     async with running_index(store, clock=clock, config=IndexConfig(lease_ttl_ms=1000)) as index:
         client = client_of(index)
         opened = await client.open_keyspace("chat", SPEC)
-        node = Node(client, opened.keyspace, Chain.of(opened.hash_key, list(range(640)), 16), opened.grid.all_shards)
+        node = Node(client, opened.keyspace, Prompt.of(opened.hash_key, list(range(640)), 16), opened.grid.all_shards)
         first = await node.link.start()
         node.put(*range(10))
         await node.link.wait_announced()

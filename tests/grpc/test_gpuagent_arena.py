@@ -137,10 +137,10 @@ async def test_a_pagestore_that_goes_away_costs_chunks_and_comes_back(caplog: py
                 await run_store(session, engine.span(chain, range(2)))
                 await store.running.engine.flush(TENANT, b"")
             outcome = await run_load(session, engine.span(chain, range(2)), wait_s=60)
-            assert (outcome.loaded_chunks, outcome.failed) == (0, (0, 1))
+            assert (outcome.loaded_chunks, outcome.failed_chunks) == (0, (0, 1))
             assert isinstance(outcome.error, ServiceUnavailable)
             stored = await run_store(session, engine.span(chain, range(1)))
-            assert set(stored.failed) == {0}
+            assert set(stored.failed_chunks) == {0}
             assert arena_world.link.slots_out == 0
             assert len([text for text in caplog.messages if "the local pagestore is out of reach" in text]) == 1
 
@@ -165,9 +165,9 @@ async def test_a_full_arena_fails_chunks_and_the_rest_is_stored() -> None:
             session = await engine.open()
             chain = prompt(session, 80)
             stored = await run_store(session, engine.span(chain, range(80)))
-            assert stored.failed
-            assert stored.stored_chunks + len(stored.failed) == 80
-            assert {error.reason for error in stored.failed.values()} == {"ARENA_FULL"}
+            assert stored.failed_chunks
+            assert stored.stored_chunks + len(stored.failed_chunks) == 80
+            assert {error.reason for error in stored.failed_chunks.values()} == {"ARENA_FULL"}
             await eventually(lambda: store.running.engine.gauges().leases == 0)
             await session.close()
             engine.close()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpool.client.engine_items import load_to_proto, store_to_proto
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, Stopped
 from kvpool.core.spans import ChunkRange
 from kvpool.testing import eventually
@@ -39,16 +39,16 @@ async def gone(agent: Agent, world: World, engine: EngineProcess) -> None:
     assert all(pool.closed and not pool.slots_out for pool in world.pools)
 
 
-def chain_of(registered: Any, chunk_count: int) -> Chain:
+def chain_of(registered: Any, chunk_count: int) -> Prompt:
     tokens = list(range(chunk_count * SPEC.chunk_tokens))
-    return Chain.of(registered.hash_key, tokens, SPEC.chunk_tokens)
+    return Prompt.of(registered.hash_key, tokens, SPEC.chunk_tokens)
 
 
 def load(span: ChunkRange) -> gpuagent_pb2.EngineLoadRequest:
     return load_to_proto(span, 60_000)
 
 
-async def stored(world: World, agent: Agent, engine: EngineProcess) -> Chain:
+async def stored(world: World, agent: Agent, engine: EngineProcess) -> Prompt:
     """Two chunks of a prompt, stored by an engine that has left."""
     session = await engine.open()
     chain = prompt(session, 2)

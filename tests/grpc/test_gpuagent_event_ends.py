@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.client.engine_hold import GpuMemoryHold
 from kvpool.client.engine_items import load_to_proto, store_to_proto
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest
 from kvpool.core.ipc import EngineEvent
 from kvpool.testing import eventually
@@ -35,8 +35,8 @@ async def test_a_cancelled_request_gives_the_slot_of_an_event_back_that_never_fi
         await one.asked()
         handle.cancel()
         outcome = await handle.done(60)
-        assert set(outcome.failed) == {0, 1}
-        assert handle.hold_ended
+        assert set(outcome.failed_chunks) == {0, 1}
+        assert handle.released
         await eventually(lambda: engine.slots.free_count == 1)
         assert one.gpu.log == []
         assert await session.close()
@@ -53,7 +53,7 @@ async def test_an_event_that_never_fires_does_not_hold_up_the_close() -> None:
         await one.asked()
         assert await session.close()
         assert session.released.is_set()
-        assert handle.hold_ended
+        assert handle.released
         assert one.cache.closed
         assert engine.slots.free_count == 2
         engine.close()
@@ -89,7 +89,7 @@ async def test_an_engine_killed_with_events_pending_leaves_nothing() -> None:
             await raw.lend_file(registered, 0, hold.lent[0])
             await raw.next("ready")
             event = engine.record()
-            span = engine.span(Chain.of(registered.hash_key, range(SPEC.chunk_tokens), SPEC.chunk_tokens), range(1))
+            span = engine.span(Prompt.of(registered.hash_key, range(SPEC.chunk_tokens), SPEC.chunk_tokens), range(1))
             await raw.send(2, event_recorded=FIRST)
             await raw.send(2, store=store_to_proto(span, None, event))
             await raw.send(3, load=load_to_proto(span, 60_000, event))
@@ -118,7 +118,7 @@ async def test_a_live_agent_that_ends_a_session_lets_go_at_once() -> None:
         await one.agent.engine.close()  # as a drain does
         async with asyncio.timeout(60):
             await session.released.wait()
-        assert handle.hold_ended
+        assert handle.released
         assert engine.slots.free_count == 2
         await session.close()
         engine.close()
@@ -156,7 +156,7 @@ async def test_events_that_no_request_may_name() -> None:
         engine = one.engine()
         async with raw_engine(one.agent.endpoint) as raw:
             registered = await raw.ready_without_hold(engine)
-            span = engine.span(Chain.of(registered.hash_key, range(SPEC.chunk_tokens), SPEC.chunk_tokens), range(1))
+            span = engine.span(Prompt.of(registered.hash_key, range(SPEC.chunk_tokens), SPEC.chunk_tokens), range(1))
 
             async def store(slot: int, generation: int, **changes: Any) -> None:
                 request = store_to_proto(span, None, EngineEvent(slot=slot, generation=generation))

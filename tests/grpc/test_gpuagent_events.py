@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from kvpool.client.gpuagent import EngineSession
-from kvpool.client.pool import KvPool
-from kvpool.client.sync import SyncKvPool
+from kvpool.client.pool import AsyncPool
+from kvpool.client.sync import Pool
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
@@ -161,32 +161,33 @@ async def test_a_successor_of_a_broken_session_takes_over_its_events() -> None:
 async def test_the_pool_gives_events_back_and_its_loads_begin_layer_by_layer() -> None:
     async with host(max_request_chunks=2) as one:
         engine = one.engine(event_count=1)
-        pool = await KvPool.open(engine.plan, CLIENT)
+        pool = await AsyncPool.open(engine.plan, CLIENT)
         chain = prompt(pool.session, 5)
         engine.compute(chain, range(5))
         event = engine.record()
         table = engine.blocks.reshape(-1)
-        ticket = await pool.store(chain, table, first_chunk=0, end_chunk=5, after=event)
+        ticket = await pool.store(chain, table, first_chunk=0, end_chunk=5, wait_event=event)
         await one.asked()
         engine.finish(event)
-        assert (await ticket.report(60)).stored_chunks == 5
+        assert (await ticket.result(60)).stored_chunks == 5
         assert engine.slots.free_count == 1
         with pytest.raises(InvalidRequest):
-            await pool.store(chain, table, first_chunk=0, end_chunk=9, after=engine.record())
+            await pool.store(chain, table, first_chunk=0, end_chunk=9, wait_event=engine.record())
         assert engine.slots.free_count == 1
 
         engine.clear()
         event = engine.record()
-        loading = pool.begin_load(chain, table, first_chunk=0, end_chunk=2, after=event)
+        loading = await pool.start_load(chain, table, first_chunk=0, end_chunk=2, wait_event=event)
         await one.asked()
         assert not loading.done
         assert loading.layers_loaded == 0
         engine.finish(event)
         assert await loading.wait_layers(SPEC.group.layers)
         assert engine.holds(chain, range(2))
-        report = await loading.report()
+        report = await loading.result()
         assert (report.loaded_chunks, report.error) == (2, None)
-        assert await pool.begin_load(chain, table, first_chunk=0, end_chunk=0).wait_layers(1) is False
+        nothing = await pool.start_load(chain, table, first_chunk=0, end_chunk=0)
+        assert await nothing.wait_layers(1) is False
         await eventually(lambda: engine.slots.free_count == 1)
         assert await pool.close()
         engine.close()
@@ -197,17 +198,17 @@ async def test_an_engine_without_an_event_loop_waits_layer_by_layer() -> None:
         engine = one.engine()
 
         def use_pool() -> int:
-            with SyncKvPool(engine.plan, CLIENT) as pool:
+            with Pool(engine.plan, CLIENT) as pool:
                 chain = prompt(pool.pool.session, 3)
                 table = engine.blocks.reshape(-1)
                 event = engine.record()
-                storing = pool.store(chain, table, first_chunk=0, end_chunk=3, after=event)
+                storing = pool.store(chain, table, first_chunk=0, end_chunk=3, wait_event=event)
                 engine.compute(chain, range(3))
                 engine.finish(event)
-                assert storing.report(60).stored_chunks == 3
+                assert storing.result(60).stored_chunks == 3
                 engine.clear()
                 event = engine.record()
-                loading = pool.begin_load(chain, table, first_chunk=0, end_chunk=3, after=event)
+                loading = pool.start_load(chain, table, first_chunk=0, end_chunk=3, wait_event=event)
                 with pytest.raises(DeadlineExceeded):
                     loading.wait_layers(1, 0.02)
                 assert loading.layers_loaded == 0
@@ -216,7 +217,7 @@ async def test_an_engine_without_an_event_loop_waits_layer_by_layer() -> None:
                 assert loading.wait_layers(1)
                 assert engine.holds(chain, range(3))
                 assert loading.failed_chunks == ()
-                return loading.report(60).loaded_chunks
+                return loading.result(60).loaded_chunks
 
         assert await asyncio.to_thread(use_pool) == 3
         assert engine.slots.free_count == 2

@@ -13,8 +13,8 @@ import pytest
 
 from kvpool.client.engine_items import EngineLease
 from kvpool.client.gpuagent import EngineSession
-from kvpool.client.hashing import Chain
-from kvpool.client.pool import KvPool
+from kvpool.client.hashing import Prompt
+from kvpool.client.pool import AsyncPool
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, NotServed, Overloaded
 from kvpool.testing import eventually
 from kvpool_pagestore.engine.removal import EvictTarget
@@ -39,7 +39,7 @@ class Host:
     worker: EngineSession
     scheduler: EngineSession
 
-    async def stored(self, chunk_count: int = CHUNKS, seed: int = 1) -> Chain:
+    async def stored(self, chunk_count: int = CHUNKS, seed: int = 1) -> Prompt:
         """A prompt whose chunks are staged and on disk."""
         chain = prompt(self.worker, chunk_count, seed)
         self.engine.compute(chain, range(chunk_count))
@@ -54,11 +54,11 @@ class Host:
         for seed in range(100, 112):
             await self.stored(11, seed)
 
-    async def lease(self, chain: Chain, chunk_count: int = CHUNKS) -> EngineLease:
+    async def lease(self, chain: Prompt, chunk_count: int = CHUNKS) -> EngineLease:
         handle = await self.scheduler.lease(chain, range(chunk_count), hold_s=LONG_S)
         return await handle.held(PATIENCE_S)
 
-    async def load(self, chain: Chain) -> Any:
+    async def load(self, chain: Prompt) -> Any:
         loaded = await run_load(self.worker, self.engine.span(chain, range(CHUNKS)))
         assert loaded.loaded_chunks == CHUNKS
         assert self.engine.holds(chain, range(CHUNKS))
@@ -182,7 +182,7 @@ async def test_a_pagestore_that_dies_under_leases_is_used_again_when_it_is_back(
             engine.close()
 
 
-async def _loads(worker: EngineSession, engine: EngineProcess, chain: Chain) -> bool:
+async def _loads(worker: EngineSession, engine: EngineProcess, chain: Prompt) -> bool:
     loaded = await run_load(worker, engine.span(chain, range(4)))
     return bool(loaded.loaded_chunks == 4)
 
@@ -248,7 +248,7 @@ async def test_a_lease_of_a_broken_session_has_ended() -> None:
 async def test_a_pool_leases_what_one_request_may_name_and_nothing_without_an_agent() -> None:
     async with running_agent(World(window_pages=64), max_request_chunks=4) as agent:
         engine = EngineProcess(agent.endpoint)
-        pool = await KvPool.open(engine.plan, CLIENT)
+        pool = await AsyncPool.open(engine.plan, CLIENT)
         chain = prompt(pool.session, 6)
         engine.compute(chain, range(6))
         for first in (0, 4):

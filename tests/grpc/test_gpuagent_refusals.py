@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvpool.client.engine_items import load_to_proto, store_to_proto
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, NotServed, Overloaded, PartitionRefused
 from kvpool.core.layout_presets import vllm_nhd_layout
 from kvpool.testing import eventually
@@ -77,7 +77,7 @@ async def test_packed_arrays_that_do_not_fit_are_refused_before_anything_is_touc
         engine = EngineProcess(agent.endpoint)
         async with raw_engine(agent.endpoint) as raw:
             registered = await raw.ready(engine)
-            chain = Chain.of(registered.hash_key, list(range(2 * SPEC.chunk_tokens)), SPEC.chunk_tokens)
+            chain = Prompt.of(registered.hash_key, list(range(2 * SPEC.chunk_tokens)), SPEC.chunk_tokens)
             span = engine.span(chain, range(2))
             changes, named = (HOSTILE | HOSTILE_LOADS)[case]
             requests: list[gpuagent_pb2.EngineLoadRequest | gpuagent_pb2.EngineStoreRequest]

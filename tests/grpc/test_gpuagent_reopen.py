@@ -81,11 +81,11 @@ async def test_registering_again_waits_for_the_copies_of_the_broken_session() ->
         await control.status()  # the agent has had time to answer what it should not yet
         await control.close()
         assert not opening.done()
-        held = handle.hold_ended
+        held = handle.released
         assert not held
         device.gate.set()
         again = await asyncio.wait_for(opening, 60)
-        assert handle.hold_ended
+        assert handle.released
         await eventually(lambda: len(agent.engine.sessions) == 1)
         assert world.pools[0].closed
 

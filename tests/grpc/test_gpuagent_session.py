@@ -39,11 +39,11 @@ async def test_what_one_engine_stores_another_loads() -> None:
         chain = prompt(first, 6)
         writer.compute(chain, range(6))
         stored = await run_store(first, writer.span(chain, range(6)))
-        assert (stored.stored_chunks, stored.deduplicated_chunks, stored.failed) == (6, 0, {})
+        assert (stored.stored_chunks, stored.deduplicated_chunks, stored.failed_chunks) == (6, 0, {})
         assert len(world.cluster.pages) == 6
 
         loaded = await run_load(second, reader.span(chain, range(6), at=3))
-        assert (loaded.loaded_chunks, loaded.failed, loaded.error) == (6, (), None)
+        assert (loaded.loaded_chunks, loaded.failed_chunks, loaded.error) == (6, (), None)
         assert (loaded.tokens.staging, loaded.tokens.total) == (6 * 32, 6 * 32)
         assert reader.holds(chain, range(6), at=3)
 
@@ -225,13 +225,13 @@ async def test_a_cancelled_load_ends_soon_and_says_so() -> None:
         world.faults.gates["acquire"] = asyncio.Event()
         handle = await session.load(engine.span(chain, range(2)), wait_s=60)
         await eventually(lambda: "acquire" in world.faults.steps)
-        held = handle.hold_ended
+        held = handle.released
         assert not held
         handle.cancel()
         outcome = await handle.done(60)
-        assert (outcome.loaded_chunks, outcome.failed) == (0, (0, 1))
+        assert (outcome.loaded_chunks, outcome.failed_chunks) == (0, (0, 1))
         assert isinstance(outcome.error, Stopped)
-        assert handle.hold_ended
+        assert handle.released
         await session.close()
         engine.close()
 
@@ -245,7 +245,7 @@ async def test_a_store_whose_blocks_were_not_kept_leaves_nothing() -> None:
         handle = await session.store(engine.span(chain, range(2)), kept=lambda chunk_count: False)
         outcome = await handle.done(60)
         assert outcome.stored_chunks == 0
-        assert isinstance(outcome.failed[0], Stopped)
+        assert isinstance(outcome.failed_chunks[0], Stopped)
         assert not world.cluster.pages
         assert not world.pools[0].slots_out
         await session.close()
@@ -266,7 +266,7 @@ async def test_a_page_of_wrong_bytes_is_not_loaded() -> None:
         page[HEADER_BYTES + 5] ^= 4
         world.cluster.pages[key] = bytes(page)
         outcome = await run_load(session, engine.span(chain, range(3)))
-        assert (outcome.loaded_chunks, outcome.failed) == (1, (1, 2))
+        assert (outcome.loaded_chunks, outcome.failed_chunks) == (1, (1, 2))
         assert engine.holds(chain, [0])
         assert not any(layer[:, engine.blocks[1]].any() for layer in engine.memory())
         assert agent.metric("verification_failures_total") == 1

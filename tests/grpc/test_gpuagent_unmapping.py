@@ -35,7 +35,7 @@ async def test_an_agent_that_cannot_unmap_never_says_that_it_has_let_go(
         await asyncio.wait_for(served.close(), 60)
         assert served.unmapped.is_set()
         assert session._hold.lent[0].is_lent()
-        assert not handle.hold_ended
+        assert not handle.released
         await session._stop_watching()
         assert served._hold_file is not None
         await served._hold_file.release()

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from opentelemetry import trace
 
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.client.page_items import AcquireItem
-from kvpool.client.pool import KvPool
+from kvpool.client.pool import AsyncPool
 from kvpool.core.cluster import RemoteSource
 from kvpool.testing import eventually
 from kvpool.v1 import index_pb2, pagestore_pb2
@@ -48,15 +48,15 @@ def block_table(engine: EngineProcess) -> list[int]:
     return [int(block) for block in engine.blocks.ravel()]
 
 
-async def store(pool: KvPool, engine: EngineProcess, chain: Chain) -> None:
+async def store(pool: AsyncPool, engine: EngineProcess, chain: Prompt) -> None:
     engine.compute(chain, range(CHUNKS))
     ticket = await pool.store(chain, block_table(engine), first_chunk=0, end_chunk=CHUNKS)
-    assert (await ticket.report(60)).stored_chunks == CHUNKS
+    assert (await ticket.result(60)).stored_chunks == CHUNKS
 
 
-async def load_as_one_request(host: Host, pool: KvPool, engine: EngineProcess) -> tuple[Chain, int]:
+async def load_as_one_request(host: Host, pool: AsyncPool, engine: EngineProcess) -> tuple[Prompt, int]:
     """Match and load inside of the engine's own span; its trace id."""
-    chain = pool.chain(TOKENS)
+    chain = pool.prompt(TOKENS)
 
     async def found() -> bool:
         return (await pool.match(chain)).matched_chunks == CHUNKS
@@ -80,7 +80,7 @@ async def test_one_request_is_one_trace_across_all_services(log_lines: io.String
     ):
         show_trace_of(a.tracer)
         pool_a, engine_a = await a.open_pool()
-        await store(pool_a, engine_a, pool_a.chain(TOKENS))
+        await store(pool_a, engine_a, pool_a.prompt(TOKENS))
         pool_b, engine_b = await b.open_pool()
         _, trace_id = await load_as_one_request(b, pool_b, engine_b)
         await pool_a.close()
@@ -123,7 +123,7 @@ async def test_a_store_is_one_trace_and_its_write_back_is_linked_to_it() -> None
     collector = Collector()
     async with traced_index(collector) as index, traced_host("a", index, collector) as a:
         pool, engine = await a.open_pool()
-        await store(pool, engine, pool.chain(TOKENS))
+        await store(pool, engine, pool.prompt(TOKENS))
         await a.running.engine.flush("tenant", b"")
         await pool.close()
     root = collector.named("kvpool.store")[0]
@@ -151,7 +151,7 @@ async def test_a_page_on_disk_is_promoted_as_a_part_of_the_request() -> None:
     collector = Collector()
     async with traced_index(collector) as index, traced_host("a", index, collector, staging="transit") as a:
         pool, engine = await a.open_pool()
-        await store(pool, engine, pool.chain(TOKENS))
+        await store(pool, engine, pool.prompt(TOKENS))
         await a.running.engine.flush("tenant", b"")
         engine.clear()
         _, trace_id = await load_as_one_request(a, pool, engine)
@@ -170,7 +170,7 @@ async def test_no_span_tells_what_a_prompt_says() -> None:
     collector = Collector()
     async with traced_index(collector) as index, traced_host("a", index, collector) as a:
         pool, engine = await a.open_pool()
-        chain = pool.chain(TOKENS)
+        chain = pool.prompt(TOKENS)
         await store(pool, engine, chain)
         await load_as_one_request(a, pool, engine)
         await pool.close()

@@ -62,7 +62,7 @@ async def scheduler() -> AsyncIterator[Scheduler]:
         await eventually(lambda: link.pool is not None)
         assert link.pool is not None
         request = a_request(CHUNKS * SPEC.chunk_tokens + 1)
-        chain = link.pool.chain(request.all_token_ids)
+        chain = link.pool.prompt(request.all_token_ids)
         engine.compute(chain, range(CHUNKS))
         await store_span(worker, engine.span(chain, range(CHUNKS)))
         settings = VllmSettings(agent=agent.endpoint, chunk_tokens=SPEC.chunk_tokens, min_load_tokens=1)

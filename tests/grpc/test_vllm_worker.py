@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool.client.engine_registration import EnginePlan
+from kvpool.client.engine_registration import EngineRegistration
 from kvpool.connectors.vllm.cache_memory import CacheMemory, cache_memory
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreOrder, packed_blocks
@@ -109,7 +109,7 @@ def rank(
     for tensor in tensors:
         bits = random.integers(0, 1 << 16, tuple(tensor.shape), dtype=np.uint16)
         tensor.copy_(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16))
-    plan = EnginePlan(
+    plan = EngineRegistration(
         endpoint=endpoint,
         engine_name=f"rank {tp_rank}",
         keyspace_name="vllm",
@@ -146,7 +146,7 @@ async def test_bits_of_blocks_come_back_as_they_were(spec: KeyspaceSpec, tokens_
         before = one.bits(kernel[0])
         await one.store(source, chunks=3)
         end = await one.load(target)
-        assert (end.chunk_count, end.failed_chunks) == (3, 0)
+        assert (end.result.loaded_chunks, end.failed_chunks) == (3, 0)
         assert np.array_equal(one.bits(kernel[1]), before)
         assert np.array_equal(one.bits(kernel[0]), before)
         await one.close()
@@ -160,7 +160,7 @@ async def test_what_the_engine_holds_of_a_chunk_is_left_alone() -> None:
         before, held = one.bits(source), one.bits(target)
         await one.store(source, chunks=3)
         end = await one.load(target, first_token=CHUNK + 2 * BLOCK)
-        assert end.chunk_count == 2
+        assert end.result.loaded_chunks == 2
         assert np.array_equal(one.bits(target[:6]), held[:, :6])
         assert np.array_equal(one.bits(target[6:]), before[:, 6:])
         await one.close()
@@ -188,6 +188,6 @@ async def test_chunks_that_are_not_there_are_named_by_their_blocks() -> None:
         await opened(one)
         await one.store(list(range(4)), chunks=1)
         end = await one.load(list(range(12, 24)))
-        assert (end.chunk_count, end.failed_chunks) == (1, 2)
+        assert (end.result.loaded_chunks, end.failed_chunks) == (1, 2)
         assert one.worker.take_failed_blocks() == set(range(16, 24))
         await one.close()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.client.gpuagent import EngineSession
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.core.elements import Codec
 from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool.core.page import HEADER_BYTES, PageKey
@@ -23,7 +23,7 @@ PATHS = pytest.mark.parametrize("path", Path)
 CHUNKS = 4
 
 
-async def stored(one: HostAgent, chunk_count: int = CHUNKS) -> tuple[GpuEngine, EngineSession, Chain]:
+async def stored(one: HostAgent, chunk_count: int = CHUNKS) -> tuple[GpuEngine, EngineSession, Prompt]:
     """An engine whose chunks are in the pool and no longer in its own blocks."""
     engine = one.engine()
     session = await engine.open()
@@ -64,7 +64,7 @@ async def test_a_bad_page_in_the_middle_of_a_load_is_never_scattered(path: Path,
         engine, session, chain = await stored(one)
         spoil(one, PageKey(session.keyspace, chain.hashes[2], 0))
         outcome = await run_load(session, engine.span(chain, range(CHUNKS)))
-        assert (outcome.loaded_chunks, outcome.failed) == (2, (2, 3))
+        assert (outcome.loaded_chunks, outcome.failed_chunks) == (2, (2, 3))
         assert isinstance(outcome.error, error)
         assert engine.holds(chain, range(2))
         assert not any(layer[:, engine.blocks[2]].any() for layer in engine.memory())
@@ -84,13 +84,13 @@ async def test_a_cancelled_load_is_over_only_when_its_copies_are(path: Path) -> 
         await one.copying()
         handle.cancel()
         await session.match(chain.hashes, held_chunks=CHUNKS)  # answered after the cancel has been read
-        assert not handle.hold_ended
+        assert not handle.released
         assert one.world.pools[0].reads  # the copy engine reads them
         one.release_copies()
         outcome = await handle.done(PATIENCE_S)
         one.nothing_is_out()
         after = [layer.copy() for layer in engine.memory()]
-        assert outcome.loaded_chunks + len(outcome.failed) == CHUNKS
+        assert outcome.loaded_chunks + len(outcome.failed_chunks) == CHUNKS
         assert engine.holds(chain, range(outcome.loaded_chunks))
         engine.clear()
         again = await run_load(session, engine.span(chain, range(CHUNKS)))
@@ -113,12 +113,12 @@ async def test_a_cancelled_store_is_over_only_when_its_gather_is_and_leaves_noth
         await one.copying()
         handle.cancel()
         await session.match(chain.hashes, held_chunks=CHUNKS)
-        assert not handle.hold_ended
+        assert not handle.released
         assert one.world.cluster.writing
         one.release_copies()
         outcome = await handle.done(PATIENCE_S)
-        assert set(outcome.failed) == set(range(CHUNKS))
-        assert isinstance(outcome.failed[0], Stopped)
+        assert set(outcome.failed_chunks) == set(range(CHUNKS))
+        assert isinstance(outcome.failed_chunks[0], Stopped)
         assert not one.world.cluster.pages
         one.nothing_is_out()
         assert (await run_store(session, span)).stored_chunks == CHUNKS
@@ -134,7 +134,7 @@ async def test_a_deadline_in_the_middle_of_a_load_does_not_end_its_hold() -> Non
         stood_still(2 * PATIENCE_S)
         with pytest.raises(KvPoolError, match="not done within"):
             await handle.done(0.2)
-        assert not handle.hold_ended
+        assert not handle.released
         one.release_copies()
         outcome = await handle.done(PATIENCE_S)
         assert engine.holds(chain, range(outcome.loaded_chunks))
@@ -173,13 +173,13 @@ async def test_a_link_that_fails_once_costs_the_chunks_on_it(path: Path, operati
         one.runtime.fail_copies = 1
         run = run_store if operation == "store" else run_load
         outcome = await run(session, engine.span(chain, range(CHUNKS)))
-        assert set(outcome.failed) == set(range(CHUNKS))
-        error = outcome.failed[0] if operation == "store" else outcome.error
+        assert set(outcome.failed_chunks) == set(range(CHUNKS))
+        error = outcome.failed_chunks[0] if operation == "store" else outcome.error
         assert "the link failed" in error.message
         one.nothing_is_out()
         assert not one.device.broken
         again = await run(session, engine.span(chain, range(CHUNKS)))
-        assert not again.failed
+        assert not again.failed_chunks
         assert await session.close()
 
 
@@ -196,11 +196,11 @@ async def test_a_gpu_that_breaks_fails_every_request_cleanly_and_asks_for_a_new_
             outcome = await handle.done(PATIENCE_S)
             assert outcome.loaded_chunks == 0
             assert outcome.error is not None
-            assert handle.hold_ended
+            assert handle.released
         assert len(one.device.broken) == 1
         assert "restart the agent" in one.device.broken[0].message
         stored_now = await run_store(session, engine.span(other, range(3)))
-        assert set(stored_now.failed) == {0, 1, 2}
+        assert set(stored_now.failed_chunks) == {0, 1, 2}
         one.nothing_is_out()
         one.runtime.is_broken, one.runtime.fail_copies = False, 0
         for _ in range(2):  # it stays so, whatever the driver says later

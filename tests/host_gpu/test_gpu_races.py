@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvpool.client.engine_items import load_to_proto, store_to_proto
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
 from tests.fixtures.agent import World, prompt, run_load, run_store
@@ -100,12 +100,12 @@ async def test_nothing_is_gathered_as_long_as_copies_run(path: Path) -> None:
         handle = await session.store(engine.span(chain, range(1)))
         await one.copying()
         await session.match(chain.hashes, held_chunks=1)
-        assert not handle.hold_ended
+        assert not handle.released
         one.runtime.gate.clear()  # enqueued, and the GPU has not come to it
         one.release_copies()
         await eventually(lambda: bool(one.moved_runs))
         await session.match(chain.hashes, held_chunks=1)
-        assert not handle.hold_ended
+        assert not handle.released
         one.runtime.gate.set()
         assert (await handle.done(PATIENCE_S)).stored_chunks == 1
         assert await session.close()
@@ -125,7 +125,7 @@ async def test_blocks_rewritten_before_they_were_gathered_are_never_visible() ->
         engine.clear()
         one.release_copies()
         outcome = await handle.done(PATIENCE_S)
-        assert set(outcome.failed) == set(range(CHUNKS))
+        assert set(outcome.failed_chunks) == set(range(CHUNKS))
         assert not one.world.cluster.pages
         one.nothing_is_out()
         engine.compute(chain, range(CHUNKS))
@@ -139,7 +139,7 @@ async def test_a_kept_that_comes_late_commits_nothing_then_or_later() -> None:
         engine = one.engine()
         async with raw_engine(one.agent.endpoint) as raw:
             registered = await raw.ready_without_hold(engine)
-            chain = Chain.of(registered.hash_key, range(SPEC.chunk_tokens), SPEC.chunk_tokens)
+            chain = Prompt.of(registered.hash_key, range(SPEC.chunk_tokens), SPEC.chunk_tokens)
             span = engine.span(chain, range(1))
             kept = gpuagent_pb2.EngineKept(kept=True, chunk_count=1)
             await raw.send(2, store=store_to_proto(span, None))
@@ -171,7 +171,7 @@ async def test_memory_of_an_engine_that_died_stays_mapped_until_its_copies_have_
             registered = await raw.register(engine)
             await raw.lend_file(registered, 0, hold.lent[0])
             await raw.next("ready")
-            chain = Chain.of(registered.hash_key, range(SPEC.chunk_tokens), SPEC.chunk_tokens)
+            chain = Prompt.of(registered.hash_key, range(SPEC.chunk_tokens), SPEC.chunk_tokens)
             span = engine.span(chain, range(1))
             if operation == "load":
                 await raw.send(2, store=store_to_proto(span, None))
@@ -213,12 +213,12 @@ async def test_a_successor_is_served_only_when_the_copies_of_its_predecessor_hav
         reopening = asyncio.ensure_future(session.reopen())
         await eventually(lambda: one.agent.metric("abnormal_session_ends_total") == 1)
         assert not reopening.done()
-        held_on = not handle.hold_ended
+        held_on = not handle.released
         assert held_on
         assert one.device.mapped == 1
         one.release_copies()
         successor = await reopening
-        assert handle.hold_ended
+        assert handle.released
         assert not one.world.cluster.pages
         assert (await run_store(successor, engine.span(chain, range(CHUNKS)))).stored_chunks == CHUNKS
         assert await successor.close()

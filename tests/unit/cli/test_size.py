@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.cli.main import main
-from kvpool.connectors.vllm.settings import DEFAULT_CHUNK_TOKENS
+from kvpool.core.model import ENGINE_CHUNK_TOKENS
 from kvpool_pagestore.config import PageStoreConfig
 
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -38,7 +38,7 @@ def test_a_models_config_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert document["geometry"] == {"layers": 32, "kv_heads": 8, "head_dim": 128, "latent_dim": 0}
     assert document["token_bytes"] == 131072
     assert (document["chunk"]["pages"], document["chunk"]["tp_degrees"]) == (4, [1, 2, 4, 8])
-    assert document["chunk"]["tokens"] == DEFAULT_CHUNK_TOKENS
+    assert document["chunk"]["tokens"] == ENGINE_CHUNK_TOKENS
     assert document["staging"] == {"capacity_bytes": 64 << 30, "segment_bytes": 1 << 30, "tokens": 522_240}
     assert document["disk"]["tokens"] == 7_991_424
     assert ask(capsys, written(tmp_path, {"text_config": LLAMA_8B}))["token_bytes"] == 131072

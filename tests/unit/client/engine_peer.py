@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_registration import EnginePlan
+from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.core.grid import ShardGrid
@@ -60,7 +60,7 @@ class Engine:
         self.config = config
         layout = contiguous_layout(SPEC, range(2), range(2), BLOCK_TOKENS, 16)
         self.region = SharedMemoryRegion(layout.handle_sizes[0])
-        self.plan = EnginePlan(
+        self.plan = EngineRegistration(
             endpoint=endpoint,
             engine_name="test",
             keyspace_name="tiny",

@@ -4,7 +4,7 @@ from math import inf, nan
 
 import pytest
 
-from kvpool.client.engine_items import EngineMatch, EngineMatchRun, EngineSource, match_from_proto
+from kvpool.client.engine_items import EngineMatchRun, EngineSource, MatchResult, match_from_proto
 from kvpool.v1 import gpuagent_pb2 as pb
 
 
@@ -12,4 +12,4 @@ from kvpool.v1 import gpuagent_pb2 as pb
 def test_an_estimate_that_is_no_time_says_that_nothing_was_measured(told_ms: float, taken_ms: float) -> None:
     run = pb.EngineMatchRun(chunk_count=3, source=pb.ENGINE_SOURCE_DISK, estimated_load_ms=told_ms)
     match = match_from_proto(pb.EngineMatchResponse(matched_chunks=3, runs=[run]))
-    assert match == EngineMatch(3, (EngineMatchRun(3, EngineSource.DISK, taken_ms),))
+    assert match == MatchResult(3, runs=(EngineMatchRun(3, EngineSource.DISK, taken_ms),))

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.client.engine_items import EngineSource, TierTokens
 from kvpool.client.engine_registration import GpuRegion
-from kvpool.client.engine_requests import LoadHandle, StoreHandle
+from kvpool.client.engine_requests import LoadRequest, StoreRequest
 from kvpool.client.gpuagent import EngineSession
 from kvpool.core.errors import (
     DeadlineExceeded,
@@ -49,8 +49,8 @@ def store_done(request_id: int, stored: int) -> Response:
     return Response(request_id=request_id, store_done=gpuagent_pb2.EngineStoreDone(stored_chunks=stored))
 
 
-def holds(handle: StoreHandle | LoadHandle) -> bool:
-    return not handle.hold_ended
+def holds(handle: StoreRequest | LoadRequest) -> bool:
+    return not handle.released
 
 
 async def break_session(session: EngineSession, stream: Script) -> None:
@@ -122,7 +122,7 @@ async def test_store_blocks_are_free_once_gathered_window_by_window() -> None:
         assert (kept.request_id, kept.kept.kept, kept.kept.chunk_count) == (request.request_id, True, 2)
         assert holds(handle)
         stream.send(gathered(request.request_id, 3))
-        await handle.wait_hold()
+        await handle.wait_released()
         stream.send(store_done(request.request_id, 3))
         assert (await handle.done(PATIENCE_S)).stored_chunks == 3
 
@@ -134,10 +134,10 @@ async def test_an_engine_that_keeps_its_blocks_says_so_beforehand() -> None:
         request, next_request = await stream.next("store"), await stream.next("store")
         assert request.store.keeps_blocks
         stream.send(gathered(request.request_id, 2))
-        await handle.wait_hold()  # the commit takes its time
+        await handle.wait_released()  # the commit takes its time
         assert holds(other)
         stream.send(store_done(next_request.request_id, 1))
-        await other.wait_hold()
+        await other.wait_released()
         stream.send(store_done(request.request_id, 2))
         assert (await handle.done(PATIENCE_S)).stored_chunks == 2
 
@@ -174,7 +174,7 @@ async def test_store_names_failed_chunks() -> None:
         stream.send(Response(request_id=request.request_id, store_done=done))
         outcome = await handle.done(PATIENCE_S)
         assert (outcome.stored_chunks, outcome.deduplicated_chunks) == (1, 1)
-        assert isinstance(outcome.failed[2], PageCorrupt)
+        assert isinstance(outcome.failed_chunks[2], PageCorrupt)
         assert not holds(handle)
 
 
@@ -189,8 +189,7 @@ async def test_load_reports_progress_and_sources() -> None:
         assert request.load.block_ids == b"".join(block.to_bytes(8, "little") for block in range(4))
         progress = gpuagent_pb2.EngineLoadProgress(layers_loaded=1, failed_chunks=[1])
         stream.send(Response(request_id=request.request_id, load_progress=progress))
-        await handle.wait_layers(1)
-        assert seen == [(1, (1,))]
+        await eventually(lambda: seen == [(1, (1,))])
         assert holds(handle)
         done = gpuagent_pb2.EngineLoadDone(
             loaded_chunks=1,
@@ -200,7 +199,7 @@ async def test_load_reports_progress_and_sources() -> None:
         )
         stream.send(Response(request_id=request.request_id, load_done=done))
         outcome = await handle.done(PATIENCE_S)
-        assert (outcome.loaded_chunks, outcome.failed, outcome.tokens) == (1, (1,), TierTokens(disk=16))
+        assert (outcome.loaded_chunks, outcome.failed_chunks, outcome.tokens) == (1, (1,), TierTokens(disk=16))
         assert isinstance(outcome.error, PageCorrupt)
         assert not holds(handle)
 
@@ -219,8 +218,8 @@ async def test_a_deadline_ends_the_wait_and_not_the_hold() -> None:
         assert holds(handle)
         done = gpuagent_pb2.EngineLoadDone(failed_chunks=[0])
         stream.send(Response(request_id=request.request_id, load_done=done))
-        await asyncio.wait_for(handle.wait_hold(), PATIENCE_S)
-        assert (await handle.done(PATIENCE_S)).failed == (0,)
+        await asyncio.wait_for(handle.wait_released(), PATIENCE_S)
+        assert (await handle.done(PATIENCE_S)).failed_chunks == (0,)
 
 
 async def test_a_refused_request_holds_nothing() -> None:
@@ -249,7 +248,7 @@ async def test_a_broken_session_fails_at_once_and_holds_until_the_agent_lets_go(
         assert holds(load)
         assert not session.released.is_set()
         one.memory.let_go()
-        await asyncio.wait_for(load.wait_hold(), PATIENCE_S)
+        await asyncio.wait_for(load.wait_released(), PATIENCE_S)
         assert not holds(store)
         assert session.released.is_set()
 
@@ -288,7 +287,7 @@ async def test_a_new_agent_cannot_end_holds_on_gpu_memory_that_the_old_one_may_t
         hold_file = one.memory.mappings.pop(0)
         hold_file[:1] = HOLD_ENDED
         hold_file.close()
-        await asyncio.wait_for(load.wait_hold(), PATIENCE_S)
+        await asyncio.wait_for(load.wait_released(), PATIENCE_S)
         assert session.released.is_set()
 
 

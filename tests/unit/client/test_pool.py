@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from kvpool.client.engine_items import TierTokens
-from kvpool.client.hashing import Chain
-from kvpool.client.pool import KvPool
+from kvpool.client.hashing import Prompt
+from kvpool.client.pool import AsyncPool
 from kvpool.client.request_stats import RequestStats
-from kvpool.core.cancel import CancelToken
 from kvpool.core.chunks import ROOT_HASH, chunk_hashes
 from kvpool.core.errors import (
     DeadlineExceeded,
@@ -37,9 +36,9 @@ BLOCKS = np.arange(8)
 
 
 @asynccontextmanager
-async def pool(max_request_chunks: int = 100, **settings: Any) -> AsyncGenerator[tuple[KvPool, Script, Engine]]:
+async def pool(max_request_chunks: int = 100, **settings: Any) -> AsyncGenerator[tuple[AsyncPool, Script, Engine]]:
     async with engine(**settings) as one:
-        opening = asyncio.create_task(KvPool.open(one.plan, one.config, offer=one.memory.offer))
+        opening = asyncio.create_task(AsyncPool.open(one.plan, one.config, offer=one.memory.offer))
         stream, _ = await one.greet(max_request_chunks=max_request_chunks)
         cache = await opening
         try:
@@ -61,27 +60,27 @@ def load_done(request: Any, loaded: int, failed: list[int] | None = None, **toke
 async def test_match_never_uses_the_last_token() -> None:
     async with pool() as (cache, stream, _):
         for tokens, usable in ((TOKENS[:64], 63), (TOKENS, 64)):
-            chain = cache.chain(tokens)
+            chain = cache.prompt(tokens)
             asked = asyncio.create_task(cache.match(chain))
             request = await stream.next("match")
             assert request.match.chunk_hashes == b"".join(chunk_hashes(HASH_KEY, tokens, 16))
             answer = gpuagent_pb2.EngineMatchResponse(matched_chunks=4)
             stream.send(Response(request_id=request.request_id, match=answer))
             found = await asked
-            assert (found.matched_chunks, found.usable_tokens, found.error) == (4, usable, None)
+            assert (found.matched_chunks, found.num_tokens, found.error) == (4, usable, None)
 
 
 async def test_match_does_not_ask_for_what_the_engine_holds() -> None:
     async with pool() as (cache, _, _one):
-        found = await cache.match(cache.chain(TOKENS), held_chunks=9)
-        assert (found.matched_chunks, found.usable_tokens) == (4, 64)
+        found = await cache.match(cache.prompt(TOKENS), held_chunks=9)
+        assert (found.matched_chunks, found.num_tokens) == (4, 64)
 
 
 async def test_trouble_is_a_value() -> None:
     async with pool(match_timeout_s=0.05) as (cache, stream, _):
-        chain = cache.chain(TOKENS)
+        chain = cache.prompt(TOKENS)
         found = await cache.match(chain, held_chunks=1)
-        assert (found.matched_chunks, found.usable_tokens) == (1, 16)
+        assert (found.matched_chunks, found.num_tokens) == (1, 16)
         assert isinstance(found.error, DeadlineExceeded)
         asked = asyncio.create_task(cache.match(chain, timeout_s=PATIENCE_S))
         await stream.next("match")
@@ -92,7 +91,7 @@ async def test_trouble_is_a_value() -> None:
 
 async def test_load_names_parents_heads_and_blocks() -> None:
     async with pool() as (cache, stream, _):
-        chain = cache.chain(TOKENS)
+        chain = cache.prompt(TOKENS)
         loading = asyncio.create_task(cache.load(chain, BLOCKS, first_chunk=1, end_chunk=4, skip_tokens=5))
         request = await stream.next("load")
         load = request.load
@@ -108,12 +107,11 @@ async def test_load_names_parents_heads_and_blocks() -> None:
         report = await loading
         assert (report.loaded_chunks, report.end_chunk, report.failed_chunks) == (3, 4, ())
         assert report.tokens == TierTokens(staging=32, remote=11)
-        assert report.hold.ended
 
 
 async def test_a_failed_window_fails_all_chunks_after_it() -> None:
     async with pool(max_request_chunks=2) as (cache, stream, _):
-        loading = asyncio.create_task(cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4))
+        loading = asyncio.create_task(cache.load(cache.prompt(TOKENS), BLOCKS, first_chunk=0, end_chunk=4))
         first = await stream.next("load")
         assert len(first.load.chunk_hashes) == 2 * 16
         stream.send(load_done(first, 1, [1], disk=16))
@@ -124,7 +122,7 @@ async def test_a_failed_window_fails_all_chunks_after_it() -> None:
 
 async def test_windows_follow_one_another() -> None:
     async with pool(max_request_chunks=3) as (cache, stream, _):
-        chain = cache.chain(TOKENS)
+        chain = cache.prompt(TOKENS)
         loading = asyncio.create_task(cache.load(chain, BLOCKS, first_chunk=0, end_chunk=4))
         stream.send(load_done(await stream.next("load"), 3, staging=48))
         second = await stream.next("load")
@@ -135,21 +133,21 @@ async def test_windows_follow_one_another() -> None:
 
 async def test_a_load_cut_off_by_the_deadline_keeps_its_hold() -> None:
     async with pool() as (cache, stream, _):
-        loading = asyncio.create_task(cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4))
+        loading = await cache.start_load(cache.prompt(TOKENS), BLOCKS, first_chunk=0, end_chunk=4)
         request = await stream.next("load")
         stood_still(3 * PATIENCE_S)
-        report = await loading
+        report = await loading.result()
         assert report.failed_chunks == (0, 1, 2, 3)
         assert isinstance(report.error, DeadlineExceeded)
-        assert not report.hold.ended
+        assert not loading.released
         await stream.next("cancel")
         stream.send(load_done(request, 0, [0, 1, 2, 3]))
-        await asyncio.wait_for(report.hold.wait(), PATIENCE_S)
+        await loading.wait_released(PATIENCE_S)
 
 
 async def test_loads_that_run_at_once_keep_apart_what_computing_them_would_cost() -> None:
     async with pool() as (cache, stream, _):
-        chain = cache.chain(TOKENS)
+        chain = cache.prompt(TOKENS)
         loading = [
             asyncio.create_task(cache.load(chain, BLOCKS, first_chunk=0, end_chunk=4, compute_us_per_token=cost))
             for cost in (7.0, 0.0, 9.0)
@@ -163,52 +161,95 @@ async def test_loads_that_run_at_once_keep_apart_what_computing_them_would_cost(
 
 async def test_a_load_that_is_stopped_ends_when_the_agent_says_so_and_asks_for_no_more() -> None:
     async with pool(max_request_chunks=2) as (cache, stream, _):
-        stop = CancelToken()
-        loading = asyncio.create_task(
-            cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4, timeout_s=60.0, stop=stop)
-        )
+        loading = await cache.start_load(cache.prompt(TOKENS), BLOCKS, first_chunk=0, end_chunk=4, timeout_s=60.0)
         request = await stream.next("load")
-        stop.cancel()
-        stop.cancel()
+        loading.cancel()
+        loading.cancel()
         cancel = await stream.next("cancel")
         assert cancel.cancel.target_request_id == request.request_id
-        assert not loading.done(), "the agent may still write"
+        assert not loading.done, "the agent may still write"
         stream.send(load_done(request, 2))  # it had come in before
-        report = await loading
-        assert (report.loaded_chunks, report.failed_chunks, report.hold.ended) == (2, (2, 3), True)
+        report = await loading.result()
+        assert (report.loaded_chunks, report.failed_chunks, loading.released) == (2, (2, 3), True)
         assert isinstance(report.error, Stopped)
 
 
 async def test_a_load_that_is_stopped_before_it_begins_touches_nothing() -> None:
     async with pool() as (cache, _, _):
-        stop = CancelToken()
-        stop.cancel()
-        report = await cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4, stop=stop)
-        assert (report.loaded_chunks, report.hold.ended) == (0, True)
+        loading = await cache.start_load(cache.prompt(TOKENS), BLOCKS, first_chunk=0, end_chunk=4)
+        loading.cancel()
+        report = await loading.result()
+        assert (report.loaded_chunks, loading.released) == (0, True)
         assert isinstance(report.error, Stopped)
 
 
 async def test_a_part_that_begins_while_its_load_is_stopped_is_cancelled() -> None:
-    cancelled: list[int] = []
-    stop = CancelToken()
-    stop.cancel()
-    stop.on_cancel(lambda: cancelled.append(1))
-    assert cancelled == [1]
+    async with pool() as (cache, stream, _):
+        loading = await cache.start_load(cache.prompt(TOKENS), BLOCKS, first_chunk=0, end_chunk=4)
+        await asyncio.sleep(0)  # the request is on its way
+        loading.cancel()
+        request = await stream.next("load")
+        await stream.next("cancel")
+        stream.send(load_done(request, 0, [0]))
+        assert isinstance((await loading.result()).error, PageCorrupt)
+
+
+async def test_a_load_returns_when_its_blocks_are_the_callers_again() -> None:
+    async with pool(load_grace_s=0.01) as (cache, stream, _):
+        prompt = cache.prompt(TOKENS)
+        loading = asyncio.create_task(cache.load(prompt, BLOCKS, first_chunk=0, end_chunk=4, timeout_s=0.01))
+        request = await stream.next("load")
+        await stream.next("cancel")  # its time is over
+        assert not loading.done(), "the agent may still write"
+        stream.send(load_done(request, 0, [0]))
+        assert isinstance((await loading).error, DeadlineExceeded)
+
+
+async def test_a_load_without_a_range_brings_what_is_matched() -> None:
+    async with pool() as (cache, stream, _):
+        prompt = cache.prompt(TOKENS[:64])
+        loading = asyncio.create_task(cache.load(prompt, BLOCKS))
+        request = await stream.next("match")
+        stream.send(Response(request_id=request.request_id, match=gpuagent_pb2.EngineMatchResponse(matched_chunks=4)))
+        request = await stream.next("load")
+        stream.send(load_done(request, 4, staging=64))
+        assert (await loading).num_tokens == 63, "never the prompt's last token"
+
+
+async def test_what_is_pooled_is_not_stored_twice() -> None:
+    async with pool() as (cache, stream, _):
+        prompt = cache.prompt(TOKENS)
+        loading = asyncio.create_task(cache.load(prompt, BLOCKS, end_chunk=1))
+        stream.send(load_done(await stream.next("load"), 1))
+        await loading
+        storing = await cache.store(prompt, BLOCKS)
+        request = await stream.next("store")
+        assert (request.store.first_chunk_index, request.store.chunk_hashes) == (1, prompt.packed_hashes(1, 4))
+        failed = item_error_to_proto(PageCorrupt("sums"))
+        done = gpuagent_pb2.EngineStoreDone(stored_chunks=2, failed_chunks=[1], errors=[failed])
+        stream.send(Response(request_id=request.request_id, store_done=done))
+        assert sorted((await storing.result(PATIENCE_S)).failed_chunks) == [2]
+        await cache.store(prompt, BLOCKS)
+        request = await stream.next("store")
+        assert request.store.first_chunk_index == 2, "from the chunk that failed on"
+        stream.send(Response(request_id=request.request_id, store_done=gpuagent_pb2.EngineStoreDone(stored_chunks=2)))
+        longer = cache.extend(prompt, [*TOKENS, *range(16)])
+        assert longer.pooled_chunks == 4
 
 
 async def test_a_broken_session_is_replaced_and_costs_only_recomputing() -> None:
     async with pool() as (cache, stream, one):
-        chain = cache.chain(TOKENS)
-        loading = asyncio.create_task(cache.load(chain, BLOCKS, first_chunk=0, end_chunk=4))
+        chain = cache.prompt(TOKENS)
+        loading = await cache.start_load(chain, BLOCKS, first_chunk=0, end_chunk=4)
         await stream.next("load")
         stream.end()
-        report = await asyncio.wait_for(loading, PATIENCE_S)
+        report = await loading.result(PATIENCE_S)
         assert report.failed_chunks == (0, 1, 2, 3)
         assert isinstance(report.error, ServiceUnavailable)
         assert isinstance((await cache.match(chain)).error, ServiceUnavailable)
         fresh, request = await one.greet()
         assert request.register.previous_session_id == b"s" * 16
-        await asyncio.wait_for(report.hold.wait(), PATIENCE_S)
+        await loading.wait_released(PATIENCE_S)
         await eventually(lambda: cache.connected)
         asked = asyncio.create_task(cache.match(chain))
         request = await fresh.next("match")
@@ -219,16 +260,16 @@ async def test_a_broken_session_is_replaced_and_costs_only_recomputing() -> None
 
 async def test_store_reports_chunks_by_their_place_in_the_chain() -> None:
     async with pool(max_request_chunks=2) as (cache, stream, _):
-        chain = cache.chain(TOKENS)
-        ticket = await cache.store(chain, BLOCKS, first_chunk=1, end_chunk=4)
+        chain = cache.prompt(TOKENS)
+        storing = await cache.store(chain, BLOCKS, first_chunk=1, end_chunk=4)
         first, second = await stream.next("store"), await stream.next("store")
         assert (first.store.parent_hash, first.store.chain_head_hash) == (chain.hashes[0], chain.hashes[0])
         assert (second.store.first_chunk_index, second.store.chunk_hashes) == (3, chain.hashes[3])
-        assert not ticket.hold.ended
+        assert not storing.released
         for request, count in ((first, 2), (second, 1)):
             answer = gpuagent_pb2.EngineGathered(chunk_count=count)
             stream.send(Response(request_id=request.request_id, gathered=answer))
-        await asyncio.wait_for(ticket.wait_reusable(), PATIENCE_S)
+        await storing.wait_released(PATIENCE_S)
         done = gpuagent_pb2.EngineStoreDone(
             stored_chunks=1, failed_chunks=[1], errors=[item_error_to_proto(PageCorrupt("sums"))]
         )
@@ -236,7 +277,7 @@ async def test_store_reports_chunks_by_their_place_in_the_chain() -> None:
         stream.send(
             Response(request_id=second.request_id, store_done=gpuagent_pb2.EngineStoreDone(deduplicated_chunks=1))
         )
-        report = await ticket.report(PATIENCE_S)
+        report = await storing.result(PATIENCE_S)
         assert (report.stored_chunks, report.deduplicated_chunks) == (1, 1)
         assert {index: type(error) for index, error in report.failed_chunks.items()} == {2: PageCorrupt}
 
@@ -245,9 +286,9 @@ async def test_a_store_without_an_agent_fails_every_chunk_and_holds_nothing() ->
     async with pool() as (cache, stream, _):
         stream.end()
         await asyncio.wait_for(cache.session.broken.wait(), PATIENCE_S)
-        ticket = await cache.store(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4)
-        assert ticket.hold.ended
-        report = await ticket.report(PATIENCE_S)
+        storing = await cache.store(cache.prompt(TOKENS), BLOCKS, first_chunk=0, end_chunk=4)
+        assert storing.released
+        report = await storing.result(PATIENCE_S)
         assert sorted(report.failed_chunks) == [0, 1, 2, 3]
 
 
@@ -257,22 +298,22 @@ async def test_a_store_without_an_agent_fails_every_chunk_and_holds_nothing() ->
 async def test_misuse_is_refused(first: int, end: int, skip: int, named: str) -> None:
     async with pool() as (cache, _, _one):
         with pytest.raises(InvalidRequest, match=named):
-            await cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=first, end_chunk=end, skip_tokens=skip)
+            await cache.load(cache.prompt(TOKENS), BLOCKS, first_chunk=first, end_chunk=end, skip_tokens=skip)
         with pytest.raises(InvalidRequest, match="block_table"):
-            await cache.load(cache.chain(TOKENS), BLOCKS[:7], first_chunk=0, end_chunk=4)
+            await cache.load(cache.prompt(TOKENS), BLOCKS[:7], first_chunk=0, end_chunk=4)
 
 
 def test_a_chain_grows_without_hashing_again() -> None:
-    chain = Chain.of(HASH_KEY, TOKENS[:40], 16)
+    chain = Prompt.of(HASH_KEY, TOKENS[:40], 16)
     longer = chain.extended(HASH_KEY, TOKENS)
-    assert longer == Chain.of(HASH_KEY, TOKENS, 16)
+    assert longer == Prompt.of(HASH_KEY, TOKENS, 16)
     assert (longer.parent_hash(0), longer.parent_hash(2)) == (ROOT_HASH, longer.hashes[1])
     with pytest.raises(InvalidRequest):
         longer.extended(HASH_KEY, TOKENS[:5])
 
 
 def test_group_heads_are_named_once_each() -> None:
-    chain = Chain.of(HASH_KEY, list(range(16 * 40)), 16)
+    chain = Prompt.of(HASH_KEY, list(range(16 * 40)), 16)
     assert chain.group_head_hashes(15, 3) == (chain.hashes[0], chain.hashes[16])
     assert chain.group_head_hashes(16, 16) == (chain.hashes[16],)
     assert chain.group_head_hashes(31, 9) == (chain.hashes[16], chain.hashes[32])
@@ -287,11 +328,11 @@ def test_group_heads_are_named_once_each() -> None:
     ],
 )
 def test_stats_add_up_to_the_prompt(own: int, loaded: TierTokens, expected: RequestStats) -> None:
-    stats = RequestStats.of(Chain.of(HASH_KEY, TOKENS, 16), own_tokens=own, loaded=loaded)
+    stats = RequestStats.of(Prompt.of(HASH_KEY, TOKENS, 16), own_tokens=own, loaded=loaded)
     assert stats == expected
     assert stats.prompt == len(TOKENS)
 
 
 def test_the_last_token_counts_as_recomputed_even_if_it_was_loaded() -> None:
-    stats = RequestStats.of(Chain.of(HASH_KEY, TOKENS[:64], 16), own_tokens=0, loaded=TierTokens(staging=32, disk=32))
+    stats = RequestStats.of(Prompt.of(HASH_KEY, TOKENS[:64], 16), own_tokens=0, loaded=TierTokens(staging=32, disk=32))
     assert stats == RequestStats(staging=32, disk=31, recomputed=1)

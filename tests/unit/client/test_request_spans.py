@@ -8,7 +8,7 @@ from typing import Any
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvpool.client.engine_requests import StoreHandle
+from kvpool.client.engine_requests import StoreRequest
 from kvpool.client.request_spans import end_with_stores, request_span
 from kvpool.core.errors import ServiceUnavailable, Stopped
 from kvpool.core.tracing import NO_SPAN, NO_TRACER
@@ -16,8 +16,8 @@ from kvpool.tracing.provider import tracer_with
 from kvpool.v1 import gpuagent_pb2
 
 
-def handle() -> StoreHandle:
-    return StoreHandle(lambda message: None, 2, None)
+def handle() -> StoreRequest:
+    return StoreRequest(lambda message: None, range(2), None)
 
 
 def done(stored_chunks: int) -> gpuagent_pb2.EngineResponse:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvpool.client import sync
-from kvpool.client.pool import KvPool
-from kvpool.client.sync import BackgroundLoop, SyncKvPool
+from kvpool.client.pool import AsyncPool
+from kvpool.client.sync import BackgroundLoop, Pool
 from kvpool.core.errors import DeadlineExceeded, PageCorrupt, ServiceUnavailable
 from kvpool.testing import eventually_sync
 from kvpool.v1 import gpuagent_pb2
@@ -130,10 +130,12 @@ loop.start(asyncio.Event().wait)
 
 
 async def test_a_pool_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's threads are blocked in SyncKvPool while this test's loop plays the agent."""
+    """The engine's threads are blocked in Pool while this test's loop plays the agent."""
     async with engine() as one:
-        opened = KvPool.open
-        monkeypatch.setattr(KvPool, "open", lambda plan, config: opened(plan, config, offer=one.memory.offer))
+        opened = AsyncPool.open
+        monkeypatch.setattr(
+            AsyncPool, "open", lambda registration, config: opened(registration, config, offer=one.memory.offer)
+        )
         using = asyncio.create_task(asyncio.to_thread(_use, one))
         stream, _ = await one.greet()
         request = await stream.next("match")
@@ -151,14 +153,13 @@ async def test_a_pool_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _use(one: Engine) -> tuple[int, int, int]:
-    with SyncKvPool(one.plan, one.config) as cache:
-        chain = cache.extend(cache.chain(list(range(20))), list(range(40)))
+    with Pool(one.plan, one.config) as cache:
+        chain = cache.extend(cache.prompt(list(range(20))), list(range(40)))
         found = cache.match(chain)
         report = cache.load(chain, np.arange(4), first_chunk=0, end_chunk=1)
-        assert cache.wait_hold(report.hold, PATIENCE_S)
         ticket = cache.store(chain, np.arange(4), first_chunk=1, end_chunk=2)
-        ticket.wait_reusable(PATIENCE_S)
-        stored = ticket.report(PATIENCE_S)
+        ticket.wait_released(PATIENCE_S)
+        stored = ticket.result(PATIENCE_S)
         cache.count(chain, own_tokens=0, load=report)
     with pytest.raises(ServiceUnavailable):
         cache.match(chain)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.client.store_config import StoreConfig
 from kvpool.client.tls import TLS_VARIABLES, tls_from_environment
-from kvpool.connectors.direct_config import DirectPoolConfig
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import InvalidRequest
 from tests.fixtures.certificates import Authority
@@ -47,7 +47,7 @@ def test_connectors_follow_the_variables(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(TLS_VARIABLES[name], str(path))
     configs = (
         VllmSettings(agent="agent:7300").client_config(on_gpu=False),
-        DirectPoolConfig(index_endpoints=("index:7100",), pagestore="unix:/run/pagestore.sock").client,
+        StoreConfig(index_endpoints=("index:7100",), pagestore="unix:/run/pagestore.sock").client,
     )
     for config in configs:
         assert config.tls is not None and config.tls.files == files

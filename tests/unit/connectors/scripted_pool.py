@@ -3,24 +3,24 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvpool.client.engine_items import EngineMatchRun, EngineSource, TierTokens
-from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, StoredChunks
+from kvpool.client.engine_items import EngineMatchRun, EngineSource, LoadResult, StoreResult, TierTokens
+from kvpool.client.sync import Handle
+from kvpool.connectors.prefix_pool import ChunkSpan
 from kvpool.core.errors import KvPoolError
 
 HASH_KEY = b"hash key of the scripted pool..."
 
 
-@dataclass
-class ScriptedLoad:
+class ScriptedLoad(Handle[LoadResult]):
     """A load that has ended when it begins."""
 
-    outcome: LoadedChunks | KvPoolError
-    layers_in: int
+    def __init__(self, outcome: LoadResult | KvPoolError, layers_in: int) -> None:
+        self.outcome, self.layers_in = outcome, layers_in
 
-    def wait_layers(self, layers: int) -> bool:
+    def wait_layers(self, layers: int, timeout_s: float | None = None) -> bool:
         return layers <= self.layers_in
 
-    def result(self) -> LoadedChunks:
+    def result(self, timeout_s: float | None = None) -> LoadResult:
         if isinstance(self.outcome, KvPoolError):
             raise self.outcome
         return self.outcome
@@ -71,7 +71,7 @@ class ScriptedPool:
             count += 1
         return [EngineMatchRun(count, EngineSource.REMOTE, self.estimated_load_ms)] if count else []
 
-    def begin_load(
+    def start_load(
         self,
         span: ChunkSpan,
         timeout_s: float,
@@ -88,21 +88,28 @@ class ScriptedPool:
         loaded = min(limit, len(span.blocks))
         tokens = TierTokens(remote=loaded * self.chunk_tokens)
         complete = loaded == len(span.blocks)
-        failure = "" if complete else "a page was damaged"
-        outcome = LoadedChunks(chunk_count=loaded, tokens=tokens, duration_s=self.load_duration_s, failure=failure)
+        outcome = LoadResult(
+            span.first_index,
+            loaded,
+            tuple(range(span.first_index + loaded, len(span.chain))),
+            error=None if complete else KvPoolError("a page was damaged"),
+            tokens=tokens,
+            duration_s=self.load_duration_s,
+        )
         layers_in = 1_000_000 if complete and self.load_error is None else self.layers_before_failure
         return ScriptedLoad(self.load_error or outcome, layers_in)
 
-    def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
+    def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoreResult], None]) -> None:
         self.stores.append(span)
         if self.store_failure:
             self._release(on_released)
-            on_done(StoredChunks(failed=tuple(range(len(span.blocks))), failure=self.store_failure))
+            error = KvPoolError(self.store_failure)
+            on_done(StoreResult(failed_chunks=dict.fromkeys(range(span.first_index, len(span.chain)), error)))
             return
         for chunk_hash, block in zip(span.hashes, span.blocks, strict=True):
             self.chunks[chunk_hash] = bytes(self.memory[block * self.block_bytes : (block + 1) * self.block_bytes])
         self._release(on_released)
-        on_done(StoredChunks())
+        on_done(StoreResult())
 
     def close(self) -> None:
         self.closed = True

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.client.engine_items import EngineMatchRun, EngineSource, TierTokens
+from kvpool.client.engine_items import EngineMatchRun, EngineSource, LoadResult, StoreResult, TierTokens
 from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import SharedBlockMemory
-from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, StoredChunks
+from kvpool.connectors.prefix_pool import ChunkSpan
 from kvpool.core.errors import KeyspaceMismatch, ServiceUnavailable, StoreUnavailable
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.testing import eventually
@@ -59,8 +59,8 @@ async def opened(**settings: Any) -> AsyncGenerator[tuple[AgentPool, Script, Eng
             await asyncio.to_thread(pool.close)
 
 
-def load(pool: AgentPool, span: ChunkSpan, timeout_s: float, watch: Watch) -> LoadedChunks:
-    return pool.begin_load(span, timeout_s, watch.on_released).result()
+def load(pool: AgentPool, span: ChunkSpan, timeout_s: float, watch: Watch) -> LoadResult:
+    return pool.start_load(span, timeout_s, watch.on_released).result()
 
 
 class Watch:
@@ -68,7 +68,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.released = 0
-        self.done: list[StoredChunks] = []
+        self.done: list[StoreResult] = []
 
     def on_released(self) -> None:
         self.released += 1
@@ -105,8 +105,8 @@ async def test_a_load_names_its_blocks_and_releases_them() -> None:
         assert watch.released == 0
         stream.send(Response(request_id=request.request_id, load_done=done))
         loaded = await loading
-        assert (loaded.chunk_count, loaded.tokens, loaded.failure) == (2, TierTokens(disk=32), "")
-        assert watch.released == 1
+        assert (loaded.loaded_chunks, loaded.tokens, loaded.error) == (2, TierTokens(disk=32), None)
+        await eventually(lambda: watch.released == 1)
 
 
 async def test_blocks_of_a_late_load_are_released_when_the_agent_has_stopped() -> None:
@@ -115,8 +115,8 @@ async def test_blocks_of_a_late_load_are_released_when_the_agent_has_stopped() -
         loading = asyncio.create_task(asyncio.to_thread(load, pool, ChunkSpan(CHAIN[:1], (0,)), 0.2, watch))
         request = await stream.next("load")
         loaded = await loading
-        assert (loaded.chunk_count, watch.released) == (0, 0)
-        assert "the agent was not done" in loaded.failure
+        assert (loaded.loaded_chunks, watch.released) == (0, 0)
+        assert "the agent was not done" in str(loaded.error)
         done = gpuagent_pb2.EngineLoadDone(loaded_chunks=0, failed_chunks=[0])
         stream.send(Response(request_id=request.request_id, load_done=done))
         await eventually(lambda: watch.released == 1)
@@ -139,8 +139,8 @@ async def test_a_store_releases_once_gathered_and_tells_what_failed() -> None:
         )
         stream.send(Response(request_id=request.request_id, store_done=done))
         await eventually(lambda: len(watch.done) == 1)
-        assert watch.done[0].failed == (1,)
-        assert "full" in watch.done[0].failure
+        assert list(watch.done[0].failed_chunks) == [2]
+        assert "full" in str(watch.done[0].failed_chunks[2])
         assert watch.released == 1
 
 
@@ -151,7 +151,7 @@ async def test_after_a_break_blocks_are_held_until_the_agent_has_let_go() -> Non
         await stream.next("store")
         stream.end(ServiceUnavailable("killed"))
         await eventually(lambda: len(watch.done) == 1)
-        assert (watch.done[0].failed, watch.released) == ((0,), 0)
+        assert (list(watch.done[0].failed_chunks), watch.released) == ([0], 0)
         one.memory.let_go()
         await eventually(lambda: watch.released == 1)
 
@@ -168,7 +168,7 @@ async def test_an_agent_that_comes_late_is_used_from_then_on() -> None:
             await asyncio.to_thread(pool.open)
             assert pool.hash_key() is None
             pool.store(ChunkSpan(CHAIN[:1], (0,)), watch.on_released, watch.done.append)
-            assert (watch.released, watch.done[0].failed) == (1, (0,))
+            assert (watch.released, list(watch.done[0].failed_chunks)) == (1, [0])
             with pytest.raises(ServiceUnavailable):
                 pool.match(CHAIN[:1], 0)
             async with serve(add, late, endpoint):

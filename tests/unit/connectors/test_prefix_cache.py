@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvpool.connectors.prefix import Prefix
 from kvpool.connectors.prefix_cache import PrefixCache
-from kvpool.connectors.running_prefix import FoundPrefix
 from kvpool.core.chunks import chunk_hashes
 from kvpool.core.errors import ServiceUnavailable
 from tests.unit.connectors.scripted_pool import HASH_KEY, ScriptedPool
@@ -25,7 +25,7 @@ class Engine:
             pool, block_count=block_count, chunk_tokens=CHUNK, chunk_bytes=CHUNK, always_load=always_load
         )
 
-    def run(self, tokens: bytes, *, generated: int = 4) -> FoundPrefix:
+    def run(self, tokens: bytes, *, generated: int = 4) -> Prefix:
         """One request: find, check that what was found is right, compute the rest, keep all."""
         found = self.cache.find(list(tokens))
         for index, block in enumerate(found.blocks):
@@ -54,7 +54,7 @@ def test_without_a_pool_an_engine_reuses_its_own_chunks() -> None:
     engine = Engine()
     assert engine.run(PROMPT).own_chunks == 0
     found = engine.run(PROMPT)
-    assert (found.own_chunks, found.loaded.chunk_count, found.failure) == (3, 0, "")
+    assert (found.own_chunks, found.loaded.loaded_chunks, found.failure) == (3, 0, "")
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -68,7 +68,7 @@ def test_another_engine_loads_what_the_first_one_stored() -> None:
     pool = ScriptedPool(chunks=shared_chunks())
     engine = Engine(pool)
     found = engine.run(PROMPT)
-    assert (found.own_chunks, found.loaded.chunk_count, len(found.blocks)) == (0, 3, 3)
+    assert (found.own_chunks, found.loaded.loaded_chunks, len(found.blocks)) == (0, 3, 3)
     assert engine.run(PROMPT).own_chunks == 3
     assert pool.stores == [], "loaded chunks are in the pool already"
 
@@ -78,7 +78,7 @@ def test_own_chunks_are_not_asked_for() -> None:
     engine = Engine(pool)
     engine.run(PROMPT[:20], generated=0)
     found = engine.run(PROMPT)
-    assert (found.own_chunks, found.loaded.chunk_count) == (1, 2)
+    assert (found.own_chunks, found.loaded.loaded_chunks) == (1, 2)
     assert pool.matches[-1] == (3, 1)
     span = pool.loads[-1]
     chain = chunk_hashes(HASH_KEY, list(PROMPT), CHUNK)
@@ -102,7 +102,7 @@ def test_only_the_leading_good_chunks_are_used(limit: int) -> None:
     pool = ScriptedPool(chunks=shared_chunks(), load_limit=limit)
     engine = Engine(pool)
     found = engine.run(PROMPT)
-    assert (len(found.blocks), found.loaded.chunk_count, found.failure) == (limit, limit, "a page was damaged")
+    assert (len(found.blocks), found.loaded.loaded_chunks, found.failure) == (limit, limit, "a page was damaged")
     assert pool.stores[-1].first_index == limit, "what was computed instead is stored"
     pool.load_limit = None
     assert engine.run(PROMPT).own_chunks == 3
@@ -177,7 +177,7 @@ def test_forgotten_chunks_come_from_the_pool_again() -> None:
     engine.cache.release(pinned)
     engine.cache.forget()
     found = engine.run(PROMPT)
-    assert (found.own_chunks, found.loaded.chunk_count) == (0, 3)
+    assert (found.own_chunks, found.loaded.loaded_chunks) == (0, 3)
 
 
 def test_blocks_of_a_running_load_are_known_before_it_ends() -> None:
@@ -217,7 +217,7 @@ def test_slow_loads_are_left_alone_once_both_speeds_are_known() -> None:
         engine.cache.note_prefill(1600, 1600.0)  # the chunks' 48 tokens take 48 ms
         loaded = []
         for _ in range(4):
-            loaded.append(engine.run(PROMPT, generated=0).loaded.chunk_count)
+            loaded.append(engine.run(PROMPT, generated=0).loaded.loaded_chunks)
             engine.cache.forget()
         assert loaded == expected  # the first one says nothing: it connects and maps
 
@@ -227,7 +227,7 @@ def test_an_agents_estimate_decides_nothing() -> None:
     pool = ScriptedPool(chunks=shared_chunks(), estimated_load_ms=1e6)
     engine = Engine(pool)
     engine.cache.note_prefill(1600, 1600.0)
-    assert engine.run(PROMPT).loaded.chunk_count == 3
+    assert engine.run(PROMPT).loaded.loaded_chunks == 3
 
 
 def test_a_prefix_that_needs_what_another_one_loads_begins_after_it() -> None:
@@ -235,13 +235,13 @@ def test_a_prefix_that_needs_what_another_one_loads_begins_after_it() -> None:
     engine = Engine(pool)
     running = engine.cache.begin_beside(list(PROMPT))
     assert running is not None
-    assert not running.ended
+    assert not running.finished
     assert engine.cache.begin_beside(list(PROMPT)) is None
     found = running.finish()
     again = engine.cache.begin_beside(list(PROMPT))
     assert again is not None
-    assert again.ended
-    assert (found.loaded.chunk_count, again.finish().own_chunks) == (3, 3)
+    assert again.finished
+    assert (found.loaded.loaded_chunks, again.finish().own_chunks) == (3, 3)
     engine.cache.release(found)
     engine.cache.release(again.finish())
     assert len(pool.loads) == 1

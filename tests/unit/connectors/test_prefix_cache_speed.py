@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvpool.client.engine_items import EngineMatchRun, EngineSource
+from kvpool.client.engine_items import EngineMatchRun, EngineSource, LoadResult, StoreResult
 from kvpool.connectors.prefix_cache import PrefixCache
-from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, RunningLoad, StoredChunks
+from kvpool.connectors.prefix_pool import ChunkSpan
 from kvpool.testing import ManualClock
 from tests.unit.connectors.scripted_pool import HASH_KEY, ScriptedLoad
 
@@ -28,22 +28,22 @@ class FullPool:
         count = len(chain) - held_chunks
         return [EngineMatchRun(count, EngineSource.REMOTE, count * self.ms_per_chunk)]
 
-    def begin_load(
+    def start_load(
         self,
         span: ChunkSpan,
         timeout_s: float,
         on_released: Callable[[], None],
         compute_us_per_token: float = 0.0,
-    ) -> RunningLoad:
+    ) -> ScriptedLoad:
         count = len(span.blocks)
         duration_ms = self.load_ms(count)
         self.ms_per_chunk = duration_ms / count
         on_released()
-        return ScriptedLoad(LoadedChunks(chunk_count=count, duration_s=duration_ms / 1e3), 1_000)
+        return ScriptedLoad(LoadResult(loaded_chunks=count, duration_s=duration_ms / 1e3), 1_000)
 
-    def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
+    def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoreResult], None]) -> None:
         on_released()
-        on_done(StoredChunks())
+        on_done(StoreResult())
 
     def close(self) -> None:
         pass

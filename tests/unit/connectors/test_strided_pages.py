@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool.connectors.lightllm_settings import _PAGES, _PAGES_WITH_SCALES
+from kvpool.connectors.contrib.lightllm.settings import _PAGES, _PAGES_WITH_SCALES
 from kvpool.connectors.sglang_pools import HOST_LAYOUTS
 from kvpool.connectors.strided_pages import StridedPages, bytes_of
 from kvpool.core.cache_axes import CacheAxes

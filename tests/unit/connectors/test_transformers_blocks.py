@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from kvpool.connectors.transformers_blocks import KvBlocks, block_bytes, block_layout
-from kvpool.connectors.transformers_model import keyspace_spec
+from kvpool.connectors.transformers_model import shared_model
 from tests.unit.connectors.tiny_models import tiny_llama
 
 CHUNK = 16
@@ -16,7 +16,7 @@ CHUNK = 16
 @pytest.mark.parametrize("head_dim", [16, 6])  # 6: rows of bf16 are no whole number of 64-bit words
 def test_chunks_come_back_from_any_blocks(dtype: torch.dtype, blocks: tuple[int, ...], head_dim: int) -> None:
     model = tiny_llama(head_dim=head_dim).to(dtype)
-    spec = keyspace_spec(model, model_id="tiny", model_revision="1", chunk_tokens=CHUNK)
+    spec = shared_model(model, model_id="tiny", model_revision="1", chunk_tokens=CHUNK).spec
     kv = KvBlocks(spec, 4, memoryview(bytearray(4 * block_bytes(spec))))
     cache = DynamicCache(config=model.config)
     generator = torch.Generator().manual_seed(1)
@@ -49,7 +49,7 @@ def test_chunks_come_back_from_any_blocks(dtype: torch.dtype, blocks: tuple[int,
 
 def test_the_layout_is_what_the_tensor_is() -> None:
     model = tiny_llama()
-    spec = keyspace_spec(model, model_id="tiny", model_revision="1", chunk_tokens=CHUNK)
+    spec = shared_model(model, model_id="tiny", model_revision="1", chunk_tokens=CHUNK).spec
     layout = block_layout(spec, 3)
     layout.validate(spec)
     memory = memoryview(bytearray(3 * block_bytes(spec)))

@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 
-from kvpool.connectors.transformers import default_keyspace_name
-from kvpool.connectors.transformers_model import keyspace_spec, model_name, unsupported, weights_digest
+from kvpool.connectors.transformers_model import memory_digest, model_name, shared_model, unsupported
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from tests.unit.connectors.tiny_models import tiny, tiny_llama
 
 
 def spec_of(model: Any) -> KeyspaceSpec:
-    return keyspace_spec(model, model_id="tiny", model_revision="1", chunk_tokens=64)
+    return shared_model(model, model_id="tiny", model_revision="1", chunk_tokens=64).spec
 
 
 @pytest.mark.parametrize(
@@ -127,27 +126,27 @@ def test_a_cache_that_is_not_what_the_config_says_is_refused() -> None:
 
 def test_a_bad_chunk_size_is_named() -> None:
     with pytest.raises(InvalidRequest, match="chunk_tokens"):
-        keyspace_spec(tiny_llama(), model_id="tiny", model_revision="1", chunk_tokens=100)
+        shared_model(tiny_llama(), model_id="tiny", model_revision="1", chunk_tokens=100)
 
 
 def test_the_digest_tells_models_apart() -> None:
-    digest = weights_digest(tiny_llama())
-    assert digest == weights_digest(tiny_llama())
+    digest = memory_digest(tiny_llama())
+    assert digest == memory_digest(tiny_llama())
     assert len(digest) == 32
     changed = tiny_llama()
     changed.model.layers[1].mlp.up_proj.weight.data[3, 5] += 1e-3
     others = [changed, tiny_llama(rms_norm_eps=1e-3), tiny_llama().bfloat16()]
-    assert len({digest, *(weights_digest(other) for other in others)}) == 4
+    assert len({digest, *(memory_digest(other) for other in others)}) == 4
 
 
 @pytest.mark.parametrize("model_id", ["tiny", "org/Model-7B", "C:\\models@home/a b", "x" * 300])
 def test_the_default_name_is_one_that_the_index_takes(model_id: str) -> None:
     model = tiny_llama()
     specs = [
-        keyspace_spec(model, model_id=model_id, model_revision="1" * 32, chunk_tokens=chunk_tokens, salt=salt)
+        shared_model(model, model_id=model_id, model_revision="1" * 32, chunk_tokens=chunk_tokens, salt=salt)
         for chunk_tokens, salt in ((64, b""), (256, b""), (256, b"s" * 16))
     ]
-    names = [default_keyspace_name(spec) for spec in specs]
+    names = [spec.keyspace_name for spec in specs]
     assert all(re.fullmatch(r"[A-Za-z0-9._:/-]{1,128}", name) for name in names)
     assert len(set(names)) == 3
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvpool.client.engine_events import EventSlots
-from kvpool.client.engine_items import TierTokens
-from kvpool.client.pool_values import BlockHold, LoadReport, StoreReport
+from kvpool.client.engine_items import LoadResult, StoreResult
+from kvpool.client.handle import AsyncHandle
 from kvpool.client.sync import BackgroundLoop
 from kvpool.connectors.vllm.engine_work import EngineWork
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
@@ -53,14 +53,14 @@ class SlowPool:
     async def _transfer(self, blocks: Any, values: dict[str, Any]) -> range:
         chunks = range(values["first_chunk"], values["end_chunk"])
         self.running.append((int(blocks[0]), chunks))
-        self.events.append(values["after"])
+        self.events.append(values["wait_event"])
         self.at_once = max(self.at_once, len(self.running))
         try:
             await self._may_end.acquire()
         finally:
             self.running.remove((int(blocks[0]), chunks))
-            if values["after"] is not None:
-                self._work.slots.give_back(values["after"])  # type: ignore[union-attr]
+            if values["wait_event"] is not None:
+                self._work.slots.give_back(values["wait_event"])  # type: ignore[union-attr]
         return chunks
 
     async def store(self, chain: Any, blocks: Any, **values: Any) -> Any:
@@ -68,20 +68,23 @@ class SlowPool:
         await asyncio.sleep(0)
         return Ticket(task)
 
-    async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
-        chunks = await self._transfer(blocks, values)
-        return LoadReport(chunks.start, len(chunks), (), TierTokens(), None, BlockHold())
+    async def start_load(self, chain: Any, blocks: Any, **values: Any) -> AsyncHandle[LoadResult]:
+        async def load(_: AsyncHandle[LoadResult]) -> LoadResult:
+            chunks = await self._transfer(blocks, values)
+            return LoadResult(chunks.start, len(chunks))
+
+        return AsyncHandle(load)
 
 
 class Ticket:
     def __init__(self, task: asyncio.Task[range]) -> None:
         self._task = task
 
-    async def wait_reusable(self) -> None:
+    async def wait_released(self) -> None:
         await self._task
 
-    async def report(self, timeout_s: float) -> StoreReport:
-        return StoreReport(len(await self._task), 0, {})
+    async def result(self, timeout_s: float) -> StoreResult:
+        return StoreResult(len(await self._task), 0, {})
 
 
 class Gpu:
@@ -213,7 +216,7 @@ def test_orders_without_a_free_event_wait_for_a_later_step(worlds: list[World]) 
     world.run()  # the loads have the event
     eventually_sync(lambda: len(world.pool.running) == 1)
     assert world.side.take_received() >= {"r4", "r5"}
-    ends = {end.request_id: end.failure for end in world.ended(3) if isinstance(end, LoadEnd)}
+    ends = {end.request_id: str(end.result.error) for end in world.ended(3) if isinstance(end, LoadEnd)}
     assert "no event became free" in ends["r4"]
     world.let_go()
     world.run()
@@ -237,5 +240,5 @@ def test_a_load_that_does_not_come_to_its_turn_in_time_is_late(worlds: list[Worl
     world.run(loads=[a_load(50, timeout_s=0.01)])
     (end,) = world.ended(1)
     assert isinstance(end, LoadEnd)
-    assert (end.late, end.chunk_count) == (True, 0)
+    assert (end.late, end.result.loaded_chunks) == (True, 0)
     assert world.side.take_received() == {"r50"}

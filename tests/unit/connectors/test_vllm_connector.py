@@ -86,7 +86,7 @@ def test_trouble_in_every_call_is_logged_once_in_a_while_and_raised_never(
     connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
     connector._worker = connector._scheduler = Broken()
     connector.bind_connector_metadata(module.StepMetadata(orders()))
-    monkeypatch.setattr(module, "_seldom", module.Seldom())
+    monkeypatch.setattr(module, "_log_rate", module.LogRateLimiter())
     request = SimpleNamespace(request_id="r", status=SimpleNamespace(name="FINISHED_STOPPED"))
     for _ in range(3):
         assert connector.get_finished(set()) == (None, None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvpool.connectors.vllm.identity import (
     CacheFacts,
@@ -426,10 +427,11 @@ def test_chunks_are_whole_blocks() -> None:
 def test_weights_are_known_by_commit_or_by_content(tmp_path: Path) -> None:
     hub = SimpleNamespace(model="org/model", hf_config=SimpleNamespace(_commit_hash="c0ffee"))
     assert model_revision(hub) == "c0ffee"
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    weights = {"layer": torch.arange(8.0)}
+    save_file(weights, tmp_path / "model.safetensors")
     local = SimpleNamespace(model=str(tmp_path), hf_config=SimpleNamespace(_commit_hash=None))
     first = model_revision(local)
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    save_file({"layer": weights["layer"] + 1}, tmp_path / "model.safetensors")
     assert model_revision(local) != first
     with pytest.raises(InvalidRequest, match="model_revision"):
         model_revision(SimpleNamespace(model="org/unknown", hf_config=SimpleNamespace()))

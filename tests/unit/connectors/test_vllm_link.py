@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_registration import EnginePlan
+from kvpool.client.engine_registration import EngineRegistration
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.core.errors import GeometryUnsupported, ServiceUnavailable
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
@@ -19,8 +19,8 @@ SPEC = KeyspaceSpec("m", "r", (KvGroup(1, 1, 16),), Dtype.BF16, chunk_tokens=16)
 NOWHERE = ClientConfig(agent_endpoint="unix:/nonexistent/agent.sock", connect_timeout_s=0.2)
 
 
-def a_plan() -> EnginePlan:
-    return EnginePlan(
+def a_plan() -> EngineRegistration:
+    return EngineRegistration(
         endpoint=NOWHERE.agent_endpoint,
         engine_name="e",
         keyspace_name="k",
@@ -55,7 +55,7 @@ def test_an_agent_that_is_not_there_is_said_once_and_tried_again(caplog: pytest.
 def test_an_engine_that_cannot_be_served_says_why_and_goes_on(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def plan() -> EnginePlan:
+    def plan() -> EngineRegistration:
         raise error
 
     link = PoolLink(plan, NOWHERE)
@@ -68,7 +68,7 @@ def test_an_engine_that_cannot_be_served_says_why_and_goes_on(
 def test_an_agent_that_is_not_found_yet_is_looked_for_again(caplog: pytest.LogCaptureFixture) -> None:
     looked = threading.Semaphore(0)
 
-    def plan() -> EnginePlan:
+    def plan() -> EngineRegistration:
         looked.release()
         raise ServiceUnavailable("no agent of GPU-a announces itself")
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.engine_items import EngineMatchRun, EngineSource
-from kvpool.client.hashing import Chain
-from kvpool.client.pool_values import PrefixMatch
+from kvpool.client.engine_items import EngineMatchRun, EngineSource, MatchResult
+from kvpool.client.hashing import Prompt
 from tests.unit.connectors.vllm_fakes import FakePool, a_request
 from tests.unit.connectors.vllm_worlds import BLOCKS, CHUNK, CHUNK_BYTES, World
 
@@ -23,10 +22,10 @@ def learned(
     world.ended(orders, loaded_chunks, late=late, **values)
 
 
-def a_match(chunks: int) -> tuple[Chain, int, PrefixMatch, int]:
+def a_match(chunks: int) -> tuple[Prompt, int, MatchResult, int]:
     """Of so many chunks on this host."""
-    chain = Chain(CHUNK, 1000, b"".join(bytes([at]) * 16 for at in range(chunks)))
-    return chain, 0, PrefixMatch(chunks, 1000, (EngineMatchRun(chunks, EngineSource.STAGING, 0.0),)), 0
+    chain = Prompt(CHUNK, 1000, b"".join(bytes([at]) * 16 for at in range(chunks)))
+    return chain, 0, MatchResult(chunks, 1000, (EngineMatchRun(chunks, EngineSource.STAGING, 0.0),)), 0
 
 
 def test_a_load_takes_until_the_engine_knows_of_its_end() -> None:
@@ -112,9 +111,9 @@ def test_an_operator_who_wants_loads_always_gets_them() -> None:
 
 def test_only_the_part_is_loaded_that_pays() -> None:
     class TwoRuns(FakePool):
-        async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+        async def match(self, chain: Prompt, *, held_chunks: int = 0, timeout_s: float | None = None) -> MatchResult:
             runs = (EngineMatchRun(2, EngineSource.STAGING, 0.0), EngineMatchRun(1, EngineSource.REMOTE, 0.0))
-            return PrefixMatch(3, chain.usable_tokens(3), runs)
+            return MatchResult(3, chain.usable_tokens(3), runs)
 
     world = World(TwoRuns())
     for source, seconds in ((EngineSource.STAGING, 9.0), (EngineSource.STAGING, 0.01), (EngineSource.REMOTE, 1000.0)):
@@ -143,7 +142,7 @@ def test_drafts_of_speculative_decoding_are_no_prompts() -> None:
         request.num_computed_tokens = 99  # one known token each; the others are guesses
     orders = world.build({request.request_id: 5 for request in requests})
     world.clock.advance(0.05)
-    world.side.heard(orders.step, [])
+    world.side.on_worker_report(orders.step, [])
     assert world.side.cost.compute_ms(1) is None
 
 

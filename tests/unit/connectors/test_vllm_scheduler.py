@@ -257,5 +257,5 @@ def test_the_first_steps_teach_how_fast_the_engine_computes() -> None:
     world.match(request)
     orders = world.build({"r": 1000})
     world.clock.advance(2.0)
-    world.side.heard(orders.step, [])
+    world.side.on_worker_report(orders.step, [])
     assert world.side.cost.compute_ms(1000) == pytest.approx(2000)

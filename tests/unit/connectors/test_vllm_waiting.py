@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.hashing import Chain
-from kvpool.client.pool_values import PrefixMatch
+from kvpool.client.engine_items import MatchResult
+from kvpool.client.hashing import Prompt
 from kvpool.client.sync import BackgroundLoop
 from kvpool.connectors.vllm.request_chain import request_chain
 from kvpool.core.errors import ServiceUnavailable
@@ -55,7 +55,7 @@ def test_so_many_lookups_are_asked_at_once() -> None:
     class Counting(FakePool):
         running = most = 0
 
-        async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+        async def match(self, chain: Prompt, *, held_chunks: int = 0, timeout_s: float | None = None) -> MatchResult:
             self.running += 1
             self.most = max(self.most, self.running)
             await asyncio.sleep(0)
@@ -80,7 +80,7 @@ def test_so_many_lookups_are_asked_at_once() -> None:
 def test_a_long_prompt_is_hashed_on_no_loop_and_not_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed_on: list[str] = []
 
-    def count(*arguments: Any) -> Chain:
+    def count(*arguments: Any) -> Prompt:
         hashed_on.append(threading.current_thread().name)
         return request_chain(*arguments)
 
@@ -107,7 +107,7 @@ def test_a_lookup_that_is_never_answered_costs_a_moment_only(caplog: pytest.LogC
 @pytest.mark.parametrize("error", [RuntimeError("planted"), TimeoutError(), ServiceUnavailable("gone")])
 def test_a_lookup_that_ends_in_any_error_is_no_match(error: Exception) -> None:
     class Broken(FakePool):
-        async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+        async def match(self, chain: Prompt, *, held_chunks: int = 0, timeout_s: float | None = None) -> MatchResult:
             raise error
 
     world = World(Broken(3))
@@ -168,7 +168,7 @@ def test_what_another_connector_loads_is_not_planned_here_any_more() -> None:
 
 def test_while_a_worker_cannot_reach_its_agent_nothing_is_loaded_or_stored() -> None:
     world = World(FakePool(3))
-    world.side.heard(world.build().step, [], ready=False)
+    world.side.on_worker_report(world.build().step, [], ready=False)
     request = a_request(120)
     assert world.match(request) == 0
     request.num_computed_tokens = 119
@@ -183,7 +183,7 @@ def test_one_request_whose_store_cannot_be_ordered_costs_no_others_orders(
 ) -> None:
     world = World(FakePool(0), store="prefill")
 
-    def fail(request: Any, *others: Any) -> Chain:
+    def fail(request: Any, *others: Any) -> Prompt:
         if request.request_id == "bad":
             raise RuntimeError("planted")
         return request_chain(request, *others)
@@ -248,7 +248,7 @@ def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
             return background.start(work)
 
     class Slow(FakePool):
-        async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+        async def match(self, chain: Prompt, *, held_chunks: int = 0, timeout_s: float | None = None) -> MatchResult:
             await asyncio.Event().wait()
             raise AssertionError
 

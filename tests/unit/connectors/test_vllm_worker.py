@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from kvpool.client.engine_items import TierTokens
-from kvpool.client.pool_values import BlockHold, LoadReport, StoreReport
+from kvpool.client.engine_items import LoadResult, StoreResult, TierTokens
+from kvpool.client.handle import AsyncHandle
 from kvpool.connectors.vllm.engine_work import EngineWork
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
@@ -36,7 +35,10 @@ class Pool:
         self.before_kept: Callable[[], None] = lambda: None
         self.hold_ends = True
 
-    async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
+    async def start_load(self, chain: Any, blocks: Any, **values: Any) -> AsyncHandle[LoadResult]:
+        return AsyncHandle(lambda _: self.load(chain, blocks, **values))
+
+    async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadResult:
         self.asked.append({"chain": chain, "blocks": blocks.tolist(), **values})
         if self.fails:
             raise RuntimeError("planted")
@@ -44,12 +46,12 @@ class Pool:
         loaded = min(self.loaded, end - first)
         failed = tuple(range(first + loaded, end))
         error = ServiceUnavailable("gone") if failed else None
-        return LoadReport(first, loaded, failed, TierTokens(staging=loaded * CHUNK), error, BlockHold())
+        return LoadResult(first, loaded, failed, error=error, tokens=TierTokens(staging=loaded * CHUNK))
 
-    async def store(self, chain: Any, blocks: Any, *, kept: Any, **values: Any) -> Any:
+    async def store(self, chain: Any, blocks: Any, *, still_valid: Any, **values: Any) -> Any:
         self.asked.append({"chain": chain, "blocks": blocks.tolist(), **values})
         self.before_kept()
-        self.kept.append(kept())
+        self.kept.append(still_valid())
         return Ticket(values["end_chunk"] - values["first_chunk"], self.hold_ends)
 
 
@@ -59,12 +61,12 @@ class Ticket:
     def __init__(self, chunks: int, hold_ends: bool) -> None:
         self._chunks, self._hold_ends = chunks, hold_ends
 
-    async def wait_reusable(self) -> None:
+    async def wait_released(self) -> None:
         if not self._hold_ends:
             raise asyncio.CancelledError  # stands for a wait that has no end here
 
-    async def report(self, timeout_s: float) -> StoreReport:
-        return StoreReport(self._chunks, 0, {})
+    async def result(self, timeout_s: float) -> StoreResult:
+        return StoreResult(self._chunks, 0, {})
 
 
 class World:
@@ -134,13 +136,13 @@ def end_of(world: World) -> LoadEnd | StoreEnd:
 def test_a_load_ends_for_the_engine_only_when_the_agent_has_stopped_writing() -> None:
     told_before: list[set[str]] = []
 
-    class Hold:
-        async def wait(self) -> None:
+    class Held(AsyncHandle[LoadResult]):
+        async def wait_released(self, timeout_s: float | None = None) -> None:
             told_before.append(set(world.side.take_received()))
 
     class HoldingPool(Pool):
-        async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
-            return replace(await super().load(chain, blocks, **values), hold=Hold())  # type: ignore[arg-type]
+        async def start_load(self, chain: Any, blocks: Any, **values: Any) -> AsyncHandle[LoadResult]:
+            return Held(lambda _: self.load(chain, blocks, **values))
 
     world = World(HoldingPool(loaded=2))
     world.load()
@@ -157,7 +159,7 @@ def test_a_load_that_comes_in_whole() -> None:
     assert (pool.asked[0]["first_chunk"], pool.asked[0]["skip_tokens"]) == (1, 16)
     end = end_of(world)
     assert isinstance(end, LoadEnd)
-    assert (end.chunk_count, end.failed_chunks, end.size_bytes, end.staging_tokens) == (3, 0, 3000, 96)
+    assert (end.result.loaded_chunks, end.failed_chunks, end.size_bytes, end.result.tokens.staging) == (3, 0, 3000, 96)
     assert world.side.take_received() == set()
 
 
@@ -166,7 +168,8 @@ def test_blocks_that_did_not_come_are_named_with_the_request() -> None:
     world.load(end_token=127)
     assert world.side.take_received() == {"r"}
     assert world.side.take_failed_blocks() == set(BLOCKS[2:])
-    assert end_of(world).failure
+    end = end_of(world)
+    assert isinstance(end, LoadEnd) and end.result.error is not None
 
 
 def test_a_load_without_an_agent_fails_at_once() -> None:
@@ -283,11 +286,11 @@ def test_a_store_without_an_agent_holds_nothing() -> None:
 
 def test_chunks_that_were_not_stored_are_counted() -> None:
     class Partial(Ticket):
-        async def report(self, timeout_s: float) -> StoreReport:
-            return StoreReport(2, 0, {1: ServiceUnavailable("gone")})
+        async def result(self, timeout_s: float) -> StoreResult:
+            return StoreResult(2, 0, {1: ServiceUnavailable("gone")})
 
     class PartialPool(Pool):
-        async def store(self, chain: Any, blocks: Any, *, kept: Any, **values: Any) -> Any:
+        async def store(self, chain: Any, blocks: Any, *, still_valid: Any, **values: Any) -> Any:
             return Partial(3, True)
 
     world = World(PartialPool())
@@ -308,7 +311,7 @@ def test_a_scheduler_in_the_same_process_hears_of_whole_loads_itself() -> None:
     assert world.side.take_received() == set()
     assert world.side.take_ends() == ()
     (end,) = world.side.take_arrived()
-    assert (end.request_id, end.chunk_count, end.failed_chunks) == ("r", 4, 0)
+    assert (end.request_id, end.result.loaded_chunks, end.failed_chunks) == ("r", 4, 0)
     assert world.side.take_arrived() == ()
 
 

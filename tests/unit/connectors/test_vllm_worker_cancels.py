@@ -6,36 +6,36 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.pool_values import LoadReport
+from kvpool.client.engine_items import LoadResult
+from kvpool.client.handle import AsyncHandle
 from kvpool.connectors.vllm.orders import LoadEnd, StepOrders
-from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import ServiceUnavailable
 from tests.unit.connectors.test_vllm_worker import Pool, World, end_of
 
 
 def test_a_cancelled_load_is_stopped_and_still_ends_for_the_engine() -> None:
     class StoppedPool(Pool):
-        async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
-            stops.append(values["stop"])
-            return await super().load(chain, blocks, **values)
+        async def start_load(self, chain: Any, blocks: Any, **values: Any) -> AsyncHandle[LoadResult]:
+            handles.append(await super().start_load(chain, blocks, **values))
+            return handles[-1]
 
-    stops: list[CancelToken] = []
+    handles: list[AsyncHandle[LoadResult]] = []
     world = World(StoppedPool(loaded=1))
     world.link.held = True
     world.load()
     world.side.start_loads(StepOrders(step=2, cancel=["r", "unknown"]))
     assert world.side.take_received() == set()
     world.link.go()
-    assert stops[0].cancelled
+    assert handles[0].cancelled
     assert world.side.take_received() == {"r"}
     end = end_of(world)
     assert isinstance(end, LoadEnd)
-    assert (end.cancelled, end.chunk_count, end.failed_chunks) == (True, 1, 3)
+    assert (end.cancelled, end.result.loaded_chunks, end.failed_chunks) == (True, 1, 3)
     world.side.start_loads(StepOrders(step=3, cancel=["r"]))  # it has ended: nothing to stop
     world.link.go()
     world.link.held = False
     world.load()
-    assert not stops[1].cancelled
+    assert not handles[1].cancelled
     end = end_of(world)
     assert isinstance(end, LoadEnd)
     assert not end.cancelled

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.client.engine_events import EventSlots
-from kvpool.client.engine_items import TierTokens
-from kvpool.client.pool_values import BlockHold, LoadReport
+from kvpool.client.engine_items import LoadResult
 from kvpool.connectors.vllm.engine_work import EngineWork
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
@@ -29,20 +28,23 @@ class LayerTicket:
     layers_loaded, done = 0, False
 
     def __init__(self, first_chunk: int, error: KvPoolError) -> None:
-        self._report = LoadReport(first_chunk, 1, (first_chunk + 1,), TierTokens(), error, BlockHold())
+        self._result = LoadResult(first_chunk, 1, tuple(range(first_chunk + 1, first_chunk + 4)), error=error)
 
     async def wait_layers(self, layers: int) -> bool:
         return True
 
-    async def report(self) -> LoadReport:
-        return self._report
+    async def result(self) -> LoadResult:
+        return self._result
+
+    async def wait_released(self) -> None:
+        """Nothing writes."""
 
 
 class LayerPool(Pool):
     """Loads one chunk only."""
 
-    def begin_load(self, chain: Any, blocks: Any, *, first_chunk: int, **values: Any) -> LayerTicket:
-        return LayerTicket(first_chunk, DeadlineExceeded("planted"))
+    async def start_load(self, chain: Any, blocks: Any, **values: Any) -> Any:
+        return LayerTicket(values["first_chunk"], DeadlineExceeded("planted"))
 
 
 def a_worker(pool: Any, *, events: Any = None, **settings: Any) -> WorkerSide:
@@ -136,13 +138,13 @@ def test_a_load_that_was_late_says_so() -> None:
     worker.take_failed_blocks()
     (end,) = worker.take_ends()
     assert isinstance(end, LoadEnd)
-    assert (end.late, end.gone, end.chunk_count, end.failed_chunks) == (True, False, 1, 3)
+    assert (end.late, end.gone, end.result.loaded_chunks, end.failed_chunks) == (True, False, 1, 3)
 
 
 def test_only_a_damaged_or_missing_chunk_is_gone() -> None:
     class Failing(Pool):
-        async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
-            return LoadReport(0, 1, (1, 2, 3), TierTokens(), self.error, BlockHold())
+        async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadResult:
+            return LoadResult(0, 1, (1, 2, 3), error=self.error)
 
         error: KvPoolError
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvpool.client.engine_items import EngineMatchRun, EngineSource
-from kvpool.client.hashing import Chain
-from kvpool.client.pool_values import PrefixMatch
+from kvpool.client.engine_items import EngineMatchRun, EngineSource, MatchResult
+from kvpool.client.hashing import Prompt
 from kvpool.core.errors import KvPoolError
 from kvpool.core.tracing import TraceParent
 
@@ -70,21 +69,21 @@ class FakePool:
     def __init__(self, chunk_count: int = 0, *, estimated_ms: float = 0.0, error: KvPoolError | None = None) -> None:
         self.chunk_count, self.estimated_ms, self.error = chunk_count, estimated_ms, error
         self.session = SimpleNamespace(hash_key=HASH_KEY, link_bytes_per_s=0.0)
-        self.asked: list[tuple[Chain, int]] = []
+        self.asked: list[tuple[Prompt, int]] = []
         self.source = EngineSource.STAGING
         self.leases: list[FakeLease] = []
         self.lease_error: KvPoolError | None = None
 
-    async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+    async def match(self, chain: Prompt, *, held_chunks: int = 0, timeout_s: float | None = None) -> MatchResult:
         self.asked.append((chain, held_chunks))
         if self.error is not None:
-            return PrefixMatch(held_chunks, 0, error=self.error)
+            return MatchResult(held_chunks, error=self.error)
         matched = max(held_chunks, min(self.chunk_count, chain.chunk_count))
         runs = (EngineMatchRun(matched - held_chunks, self.source, self.estimated_ms),)
-        return PrefixMatch(matched, chain.usable_tokens(matched), runs if matched > held_chunks else ())
+        return MatchResult(matched, chain.usable_tokens(matched), runs if matched > held_chunks else ())
 
     async def lease(
-        self, chain: Chain, *, first_chunk: int, end_chunk: int, hold_s: float, hold_only: bool = False
+        self, chain: Prompt, *, first_chunk: int, end_chunk: int, hold_s: float, hold_only: bool = False
     ) -> FakeLease | None:
         assert 0 <= first_chunk < end_chunk <= chain.chunk_count
         assert hold_s > 0

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, chain_of
+from kvpool.client.engine_items import LoadResult, TierTokens
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, prompt_of
 from kvpool.connectors.vllm.scheduler import SchedulerSide
 from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.core.errors import DeadlineExceeded, PageMissing
 from kvpool.testing import ManualClock
 from tests.unit.connectors.vllm_fakes import FakeLink, FakePool, FakeRequest
 
@@ -17,7 +19,7 @@ BLOCKS = list(range(100, 200))
 
 def hashes_of(order: LoadOrder | StoreOrder) -> tuple[bytes, ...]:
     """Of its chunks."""
-    return chain_of(order, CHUNK).hashes
+    return prompt_of(order, CHUNK).hashes
 
 
 class World:
@@ -78,20 +80,21 @@ class World:
         ends = [
             LoadEnd(
                 request_id=order.request_id,
-                chunk_count=loaded_chunks,
-                failed_chunks=order.end_chunk - order.first_chunk - loaded_chunks,
+                result=LoadResult(
+                    order.first_chunk,
+                    loaded_chunks,
+                    tuple(range(order.first_chunk + loaded_chunks, order.end_chunk)),
+                    error=DeadlineExceeded("late") if late else PageMissing("gone") if gone else None,
+                    tokens=TierTokens((loaded_chunks - remote_chunks) * CHUNK, 0, remote_chunks * CHUNK),
+                    copy_s=copy_s,
+                ),
                 duration_s=0.01,
                 size_bytes=loaded_chunks * CHUNK_BYTES,
-                copy_s=copy_s,
-                staging_tokens=(loaded_chunks - remote_chunks) * CHUNK,
-                remote_tokens=remote_chunks * CHUNK,
-                late=late,
                 cancelled=cancelled,
-                gone=gone,
             )
             for order in orders.loads
         ]
-        self.side.heard(orders.step, ends)
+        self.side.on_worker_report(orders.step, ends)
         self.side.received([order.request_id for order in orders.loads])
 
     def stored(self, orders: StepOrders, failed_chunks: int = 0) -> None:
@@ -105,4 +108,4 @@ class World:
                 duration_s=0.01,
                 size_bytes=1,
             )
-            self.side.heard(orders.step, [end])
+            self.side.on_worker_report(orders.step, [end])

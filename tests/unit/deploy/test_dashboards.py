@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.connectors.vllm.tally import Tally
+from kvpool.connectors.vllm.connector_counters import ConnectorCounters
 from tests.unit.deploy.promql import metrics_of
 from tools.dashboards.__main__ import DASHBOARDS, DIRECTORY, texts
 
@@ -60,4 +60,4 @@ def test_what_is_asked_of_vllms_connector_is_what_it_counts() -> None:
         if name.startswith(prefix)
     }
     assert asked
-    assert asked <= set(Tally.__dataclass_fields__)
+    assert asked <= set(ConnectorCounters.__dataclass_fields__)

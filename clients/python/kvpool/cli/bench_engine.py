@@ -11,12 +11,11 @@ import numpy.typing as npt
 from kvpool.cli.bench_machine import Bytes, random_bytes
 from kvpool.cli.output import CommandFailed
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import TierTokens
-from kvpool.client.engine_registration import EnginePlan
-from kvpool.client.hashing import Chain
-from kvpool.client.pool_values import StoreReport
+from kvpool.client.engine_items import StoreResult, TierTokens
+from kvpool.client.engine_registration import EngineRegistration
+from kvpool.client.hashing import Prompt
 from kvpool.client.shared_memory import SharedMemoryRegion
-from kvpool.client.sync import SyncKvPool
+from kvpool.client.sync import Pool
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
@@ -63,7 +62,7 @@ class BenchEngine:
         self._cache: Bytes | None = np.frombuffer(self._region.buffer, dtype=np.uint8)
         # [layer and plane, block, bytes of a block]: to compare the first blocks of a prompt.
         self._planes = 2 * len(LAYERS)
-        plan = EnginePlan(
+        plan = EngineRegistration(
             endpoint=endpoint,
             engine_name="bench",
             keyspace_name=KEYSPACE_NAME,
@@ -71,7 +70,7 @@ class BenchEngine:
             layout=layout,
             regions=(self._region,),
         )
-        self._pool = SyncKvPool(plan, ClientConfig(store_timeout_s=_TIMEOUT_S, load_timeout_s=_TIMEOUT_S))
+        self._pool = Pool(plan, ClientConfig(store_timeout_s=_TIMEOUT_S, load_timeout_s=_TIMEOUT_S))
 
     @property
     def cache(self) -> Bytes:
@@ -88,16 +87,16 @@ class BenchEngine:
         blocks = self.cache.reshape(self._planes, self._blocks.shape[0], -1)
         return blocks[:, self._blocks].reshape(self._planes, -1)
 
-    def chain(self, seed: int) -> Chain:
+    def chain(self, seed: int) -> Prompt:
         """The hashes of a prompt of chunk_count chunks."""
         tokens = np.random.default_rng(seed).integers(0, 1 << 31, self.chunk_count * SPEC.chunk_tokens, dtype=np.uint32)
-        return self._pool.chain(tokens)
+        return self._pool.prompt(tokens)
 
-    def put_rate(self, chain: Chain) -> float:
+    def put_rate(self, chain: Prompt) -> float:
         """GB/s of a store until its pages are visible. Raises CommandFailed unless all were stored."""
         started_s = time.perf_counter()
-        ticket = self._pool.store(chain, self._blocks, first_chunk=0, end_chunk=self.chunk_count)
-        report = ticket.report(_TIMEOUT_S)
+        handle = self._pool.store(chain, self._blocks, first_chunk=0, end_chunk=self.chunk_count)
+        report = handle.result(_TIMEOUT_S)
         duration_s = time.perf_counter() - started_s
         if report.stored_chunks != self.chunk_count:
             raise CommandFailed(
@@ -105,7 +104,7 @@ class BenchEngine:
             )
         return self.size_bytes / duration_s / 1e9
 
-    def get_rate(self, chain: Chain) -> tuple[float, TierTokens]:
+    def get_rate(self, chain: Prompt) -> tuple[float, TierTokens]:
         """GB/s of a load until its bytes are in the cache. Raises CommandFailed unless all came."""
         started_s = time.perf_counter()
         report = self._pool.load(chain, self._blocks, first_chunk=0, end_chunk=self.chunk_count, timeout_s=_TIMEOUT_S)
@@ -121,5 +120,5 @@ class BenchEngine:
         self._region.close()
 
 
-def _first_cause(report: StoreReport) -> str:
+def _first_cause(report: StoreResult) -> str:
     return str(next(iter(report.failed_chunks.values()), "the others were there already"))

@@ -10,10 +10,10 @@ from typing import Any
 from kvpool.cli.output import CommandFailed, say
 from kvpool.cli.state import ClusterState
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_registration import EnginePlan
-from kvpool.client.pool_values import StoreReport
+from kvpool.client.engine_items import StoreResult
+from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.shared_memory import SharedMemoryRegion
-from kvpool.client.sync import SyncKvPool
+from kvpool.client.sync import Pool
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
 
@@ -76,7 +76,7 @@ class LiveEngine:
         )
         layout = contiguous_layout(spec, range(self._layers), range(1), _CHUNK_TOKENS, longest)
         self._region = SharedMemoryRegion(layout.handle_sizes[0])
-        plan = EnginePlan(
+        plan = EngineRegistration(
             endpoint=_agent_of(state),
             engine_name="replay",
             keyspace_name=f"{KEYSPACE_NAME}-{self._layers}",
@@ -84,7 +84,7 @@ class LiveEngine:
             layout=layout,
             regions=(self._region,),
         )
-        self._pool = SyncKvPool(plan, ClientConfig(store_timeout_s=_TIMEOUT_S, load_timeout_s=_TIMEOUT_S))
+        self._pool = Pool(plan, ClientConfig(store_timeout_s=_TIMEOUT_S, load_timeout_s=_TIMEOUT_S))
 
     def close(self) -> None:
         """End the session."""
@@ -93,7 +93,7 @@ class LiveEngine:
 
     def request(self, blocks: Sequence[int], counts: LiveCounts) -> None:
         """Load what the cluster has of a prompt's prefix and verify it; "compute" the rest and store it."""
-        chain = self._pool.chain([token for block in blocks for token in _tokens(block)])
+        chain = self._pool.prompt([token for block in blocks for token in _tokens(block)])
         table = list(range(len(blocks)))
         self._region.buffer[:] = bytes(self._region.size_bytes)  # nothing of an earlier request may look loaded
         # No match before: what the request before this one stored is announced to the index only a little later.
@@ -110,12 +110,12 @@ class LiveEngine:
         counts.block_references += len(blocks)
         counts.hits += loaded
         if loaded < len(blocks):
-            ticket = self._pool.store(chain, table, first_chunk=loaded, end_chunk=len(blocks))
-            self._count_stored(ticket.report(_TIMEOUT_S), counts)
+            handle = self._pool.store(chain, table, first_chunk=loaded, end_chunk=len(blocks))
+            self._count_stored(handle.result(_TIMEOUT_S), counts)
 
     # Inside
 
-    def _count_stored(self, report: StoreReport, counts: LiveCounts) -> None:
+    def _count_stored(self, report: StoreResult, counts: LiveCounts) -> None:
         counts.stored_blocks += report.stored_chunks
         counts.failed_blocks += len(report.failed_chunks)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.cli.output import EXIT_OK, CommandFailed, print_json, show, size, size_from_text
-from kvpool.connectors.vllm.settings import DEFAULT_CHUNK_TOKENS
 from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
+from kvpool.core.model import ENGINE_CHUNK_TOKENS
 from kvpool.core.sizing import KeyspaceSize, prepared_segment_bytes
 
 _DTYPES = {dtype.name.lower().replace("_", "-"): dtype for dtype in Dtype}
@@ -38,8 +38,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk-tokens",
         type=int,
-        default=DEFAULT_CHUNK_TOKENS,
-        help=f"tokens of a chunk (default {DEFAULT_CHUNK_TOKENS}, as of vLLM's connector)",
+        default=ENGINE_CHUNK_TOKENS,
+        help=f"tokens of a chunk (default {ENGINE_CHUNK_TOKENS})",
     )
     parser.add_argument("--arena-bytes", type=size_from_text, default=64 << 30, metavar="SIZE", help="default 64GiB")
     parser.add_argument(

@@ -44,7 +44,7 @@ class EventSlots:
     def take(self, timeout_s: float) -> EngineEvent:
         """An event to record, once one is free; for threads. raises: DeadlineExceeded; InvalidRequest without events.
 
-        Whoever waits first is served first. The caller gives it back, whatever comes of it.
+        First come, first served. The caller gives it back, whatever comes of it.
         """
         future = self._ask()
         try:
@@ -76,7 +76,7 @@ class EventSlots:
                 self._free_if_unused(event.slot)
 
     def announce(self, event: EngineEvent, session: object) -> bool:
-        """A request of this session will name the event; True if the agent must be told of it first.
+        """A request of this session will name the event; True if it must be announced to the agent first.
 
         raises: InvalidRequest for an event that was given back, or is none of these.
         """

@@ -14,7 +14,7 @@ DRIVER_GRACE_S = 1.0
 """From the end of an agent's process until the driver is trusted to have taken its GPU work down.
 
 The kernel closes the process's device files before it reports the end, and the driver stops the channels of a closed
-file there and then, save for what it hands to a thread of its own. Nobody is told of that; a second is far more than it
+file there and then, save for what it hands to a thread of its own. Nothing announces that; a second is far more than it
 takes.
 """
 _POLL_MAX_S = 0.5
@@ -32,7 +32,7 @@ class SharedMemoryHold:
     @property
     def ends_with_successor(self) -> bool:
         """Whether the hold is over once the engine has registered again. The new session locks the same memory, so
-        nothing else tells; the agent answers only after all work of the old one has ended."""
+        nothing else shows it; the agent answers only after all work of the old one has ended."""
         return True
 
     async def ended(self) -> None:
@@ -81,7 +81,7 @@ class GpuMemoryHold:
         await asyncio.sleep(self._driver_grace_s)
 
     def close(self) -> None:
-        """Nobody waits for it any more. Idempotent."""
+        """Nothing waits for it any more. Idempotent."""
         self._file.close()
         if self._process is not None:
             self._process.close()
@@ -93,7 +93,7 @@ MemoryHold = SharedMemoryHold | GpuMemoryHold
 async def _until(condition: Callable[[], bool]) -> None:
     backoff = Backoff(0.005, _POLL_MAX_S)
     while True:
-        # The kernel tells nobody when a lock is dropped, so it is asked for.
+        # The kernel does not announce a dropped lock, so it is polled.
         if condition():
             return
         await asyncio.sleep(backoff.next_s())

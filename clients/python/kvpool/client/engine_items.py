@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.core.errors import KvPoolError
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.retention import NO_RETENTION, Retention
@@ -37,11 +37,19 @@ class EngineMatchRun:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineMatch:
-    """The longest prefix. matched_chunks: those the engine held included; runs: of the chunks after them."""
+class MatchResult:
+    """How much of a prompt the pool has.
+
+    matched_chunks: those that the engine holds included.
+    num_tokens:     the tokens of these chunks, never the prompt's last one; 0 where only hashes were given.
+    runs:           of the chunks after the held ones.
+    error:          why nothing was looked up.
+    """
 
     matched_chunks: int
+    num_tokens: int = 0
     runs: tuple[EngineMatchRun, ...] = ()
+    error: KvPoolError | None = None
 
     @property
     def estimated_load_ms(self) -> float:
@@ -67,30 +75,48 @@ class TierTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOutcome:
-    """End of a load. failed: positions of chunks that are not usable; error: why the first of them is not."""
+class LoadResult:
+    """What a load brought. Chunks are named by their index in the prompt.
 
-    loaded_chunks: int
-    failed: tuple[int, ...] = ()
+    loaded_chunks: from first_chunk on. What is not loaded must be computed.
+    failed_chunks: of those asked for, the first that failed and all after it.
+    num_tokens:    leading tokens of the prompt that need no computing, if the chunks before first_chunk are there:
+                   never the prompt's last one. 0 where only hashes were given.
+    error:         why the first failed chunk is not in.
+    tokens:        where the loaded tokens came from.
+    copy_s:        from the beginning of the agent's first copy to the end of its last; 0 if not known.
+    duration_s:    from the call until all was in; 0 if not known.
+    """
+
+    first_chunk: int = 0
+    loaded_chunks: int = 0
+    failed_chunks: tuple[int, ...] = ()
+    num_tokens: int = 0
     error: KvPoolError | None = None
     tokens: TierTokens = TierTokens()
-    copy_s: float = 0.0  # from the beginning of the first copy to the end of the last; 0 if nothing was copied
+    copy_s: float = 0.0
+    duration_s: float = 0.0
+
+    @property
+    def end_chunk(self) -> int:
+        """All chunks from first_chunk up to this index are in."""
+        return self.first_chunk + self.loaded_chunks
 
 
 @dataclass(frozen=True, slots=True)
-class StoreOutcome:
-    """End of a store. failed: error by position."""
+class StoreResult:
+    """What became of a store. failed_chunks: index in the prompt, and why."""
 
-    stored_chunks: int
-    deduplicated_chunks: int
-    failed: dict[int, KvPoolError] = field(default_factory=dict)
+    stored_chunks: int = 0
+    deduplicated_chunks: int = 0  # were there already
+    failed_chunks: dict[int, KvPoolError] = field(default_factory=dict)
 
 
-def match_from_proto(message: gpuagent_pb2.EngineMatchResponse) -> EngineMatch:
+def match_from_proto(message: gpuagent_pb2.EngineMatchResponse) -> MatchResult:
     """raises: InvalidRequest for a source that is not set."""
-    return EngineMatch(
+    return MatchResult(
         message.matched_chunks,
-        tuple(
+        runs=tuple(
             EngineMatchRun(run.chunk_count, _source(run.source), _estimate_ms(run.estimated_load_ms))
             for run in message.runs
         ),
@@ -129,14 +155,13 @@ def store_to_proto(
     )
 
 
-def store_outcome_from_proto(message: gpuagent_pb2.EngineStoreDone) -> StoreOutcome:
-    """End of a store."""
+def store_result_from_proto(message: gpuagent_pb2.EngineStoreDone, first_chunk: int) -> StoreResult:
+    """End of a store that begins with chunk first_chunk of its prompt."""
     errors: Sequence[KvPoolError] = [item_error_from_proto(error) for error in message.errors]
     missing = len(message.failed_chunks) - len(errors)
     errors = [*errors, *[KvPoolError("the agent did not say why")] * missing]
-    return StoreOutcome(
-        message.stored_chunks, message.deduplicated_chunks, dict(zip(message.failed_chunks, errors, strict=False))
-    )
+    failed = {first_chunk + at: error for at, error in zip(message.failed_chunks, errors, strict=False)}
+    return StoreResult(message.stored_chunks, message.deduplicated_chunks, failed)
 
 
 def load_to_proto(
@@ -172,7 +197,7 @@ class EngineLease:
 
 
 def lease_to_proto(
-    chain: Chain, chunks: range, hold_ms: int, *, hold_only: bool = False
+    chain: Prompt, chunks: range, hold_ms: int, *, hold_only: bool = False
 ) -> gpuagent_pb2.EngineLeaseRequest:
     """A lease on consecutive chunks of a prompt."""
     return gpuagent_pb2.EngineLeaseRequest(
@@ -185,11 +210,12 @@ def lease_to_proto(
     )
 
 
-def load_outcome_from_proto(message: gpuagent_pb2.EngineLoadDone) -> LoadOutcome:
-    """End of a load."""
-    return LoadOutcome(
+def load_result_from_proto(message: gpuagent_pb2.EngineLoadDone, first_chunk: int) -> LoadResult:
+    """End of a load that begins with chunk first_chunk of its prompt."""
+    return LoadResult(
+        first_chunk=first_chunk,
         loaded_chunks=message.loaded_chunks,
-        failed=tuple(message.failed_chunks),
+        failed_chunks=tuple(first_chunk + at for at in message.failed_chunks),
         error=item_error_from_proto(message.error) if message.HasField("error") else None,
         tokens=TierTokens(message.tokens.staging, message.tokens.disk, message.tokens.remote),
         copy_s=message.copy_ms / 1e3 if 0 < message.copy_ms < inf else 0.0,

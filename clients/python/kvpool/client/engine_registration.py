@@ -38,7 +38,7 @@ class GpuRegion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePlan:
+class EngineRegistration:
     """How an engine rank registers. regions: the memory of layout.handle_sizes, in order, all of one kind."""
 
     endpoint: str  # of the agent, usually "unix:/path"
@@ -74,7 +74,7 @@ class EnginePlan:
         return SharedMemoryHold(shared) if shared or self.match_only else GpuMemoryHold()
 
 
-class Registration:
+class RegistrationReply:
     """The two answers of `register` to an agent at `endpoint`. Implements stream.Reply."""
 
     def __init__(self, endpoint: str) -> None:
@@ -89,8 +89,8 @@ class Registration:
         if response.HasField("error"):
             self.fail(item_error_from_proto(response.error))
         elif response.HasField("registered") and not self.registered.done():
-            told = response.registered.descriptor_socket
-            response.registered.descriptor_socket = descriptor_path(self._endpoint, told)
+            announced = response.registered.descriptor_socket
+            response.registered.descriptor_socket = descriptor_path(self._endpoint, announced)
             self.registered.set_result(response.registered)
         elif response.HasField("ready") and not self.ready.done():
             self.ready.set_result(response.ready)
@@ -102,7 +102,7 @@ class Registration:
                 future.set_exception(error)
 
 
-def register_to_proto(plan: EnginePlan) -> gpuagent_pb2.EngineRegister:
+def register_to_proto(plan: EngineRegistration) -> gpuagent_pb2.EngineRegister:
     """The first message of a session."""
     return gpuagent_pb2.EngineRegister(
         engine_name=plan.engine_name[:128],
@@ -142,7 +142,7 @@ def lend(
         os.close(fd)
 
 
-def _handles_to_proto(plan: EnginePlan) -> list[gpuagent_pb2.MemoryHandle]:
+def _handles_to_proto(plan: EngineRegistration) -> list[gpuagent_pb2.MemoryHandle]:
     if not plan.match_only:
         return [_handle_to_proto(region) for region in plan.regions]
     nothing = gpuagent_pb2.SharedMemoryHandle()

@@ -12,40 +12,39 @@ from typing import Generic, TypeVar
 
 from kvpool.client.engine_items import (
     EngineLease,
-    LoadOutcome,
-    StoreOutcome,
-    load_outcome_from_proto,
-    store_outcome_from_proto,
+    LoadResult,
+    StoreResult,
+    load_result_from_proto,
+    store_result_from_proto,
 )
 from kvpool.core.errors import DeadlineExceeded, KvPoolError
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import item_error_from_proto
 
-OutcomeT = TypeVar("OutcomeT")
+ResultT = TypeVar("ResultT")
 
 
-class _Transfer(Generic[OutcomeT]):
-    """What stores and loads share. Implements stream.Reply."""
+class TransferRequest(Generic[ResultT]):
+    """One store or load on a session stream. Implements stream.Reply."""
 
-    def __init__(self, send: Callable[[gpuagent_pb2.EngineRequest], None], chunk_count: int) -> None:
-        self._send = send
-        self.chunk_count = chunk_count
-        self._outcome: asyncio.Future[OutcomeT] = asyncio.get_running_loop().create_future()
+    def __init__(self, send: Callable[[gpuagent_pb2.EngineRequest], None], chunks: range) -> None:
+        """chunks: by their index in the prompt."""
+        self._send, self.chunks = send, chunks
+        self._outcome: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._outcome.add_done_callback(_mark_retrieved)  # a caller may have left
-        self._changed = asyncio.Event()
         self._touchable = asyncio.Event()
         self.request_id = 0
 
     @property
-    def hold_ended(self) -> bool:
+    def released(self) -> bool:
         """Whether the engine may reuse (store) or touch (load) all blocks of the request."""
         return self._touchable.is_set()
 
-    async def wait_hold(self) -> None:
+    async def wait_released(self) -> None:
         """Return when the hold has ended. Without a deadline: after a break it takes until the agent has let go."""
         await self._touchable.wait()
 
-    async def done(self, timeout_s: float) -> OutcomeT:
+    async def done(self, timeout_s: float) -> ResultT:
         """The request's end. raises: DeadlineExceeded (the request goes on: `cancel` it); what refused or broke it."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -53,10 +52,10 @@ class _Transfer(Generic[OutcomeT]):
         except TimeoutError:
             raise DeadlineExceeded(f"the agent was not done within {timeout_s:g} s") from None
 
-    def when_done(self, act: Callable[[OutcomeT | BaseException], None]) -> None:
+    def when_done(self, act: Callable[[ResultT | BaseException], None]) -> None:
         """Have `act` called soon after the request's end, also if that has been; it must not raise."""
 
-        def ended(outcome: asyncio.Future[OutcomeT]) -> None:
+        def ended(outcome: asyncio.Future[ResultT]) -> None:
             if not outcome.cancelled():
                 act(outcome.exception() or outcome.result())
 
@@ -68,18 +67,16 @@ class _Transfer(Generic[OutcomeT]):
             cancel = gpuagent_pb2.EngineCancel(target_request_id=self.request_id)
             self._send(gpuagent_pb2.EngineRequest(request_id=self.request_id, cancel=cancel))
 
-    def end_hold(self) -> None:
+    def release(self) -> None:
         """The agent touches the blocks no more."""
         self._touchable.set()
-        self._changed.set()
 
-    def _end(self, outcome: OutcomeT | KvPoolError) -> bool:
+    def _end(self, outcome: ResultT | KvPoolError) -> bool:
         if not self._outcome.done():
             if isinstance(outcome, KvPoolError):
                 self._outcome.set_exception(outcome)
             else:
                 self._outcome.set_result(outcome)
-        self._changed.set()
         return True
 
     def fail(self, error: KvPoolError) -> None:
@@ -89,7 +86,7 @@ class _Transfer(Generic[OutcomeT]):
     def deliver(self, response: gpuagent_pb2.EngineResponse) -> bool:
         """See stream.Reply."""
         if response.HasField("error"):
-            self.end_hold()  # a refused request touches nothing
+            self.release()  # a refused request touches nothing
             return self._end(item_error_from_proto(response.error))
         return self._take(response)
 
@@ -97,68 +94,58 @@ class _Transfer(Generic[OutcomeT]):
         raise NotImplementedError
 
 
-class StoreHandle(_Transfer[StoreOutcome]):
+class StoreRequest(TransferRequest[StoreResult]):
     """A store in progress."""
 
     def __init__(
         self,
         send: Callable[[gpuagent_pb2.EngineRequest], None],
-        chunk_count: int,
-        kept: Callable[[int], bool] | None,
+        chunks: range,
+        still_valid: Callable[[int], bool] | None,
     ) -> None:
-        """kept: asked, with the count of leading chunks, whether their blocks held their bytes until now; None: they do
-        until the hold ends, and the agent need not ask."""
-        super().__init__(send, chunk_count)
-        self._kept = kept
+        """still_valid: called with the count of leading chunks that were copied out: whether their blocks held their
+        bytes until now. None: they do until the hold ends, and the agent need not ask."""
+        super().__init__(send, chunks)
+        self._still_valid = still_valid
 
     def _take(self, response: gpuagent_pb2.EngineResponse) -> bool:
         if response.HasField("gathered"):
             count = response.gathered.chunk_count
-            if self._kept is not None:
-                answer = gpuagent_pb2.EngineKept(kept=self._kept(count), chunk_count=count)
+            if self._still_valid is not None:
+                answer = gpuagent_pb2.EngineKept(kept=self._still_valid(count), chunk_count=count)
                 self._send(gpuagent_pb2.EngineRequest(request_id=self.request_id, kept=answer))
-            if count >= self.chunk_count:
-                self.end_hold()
-            self._changed.set()
-            return False
+            if count >= len(self.chunks):
+                self.release()
+                return False
         if response.HasField("store_done"):
-            self.end_hold()
-            return self._end(store_outcome_from_proto(response.store_done))
+            self.release()
+            return self._end(store_result_from_proto(response.store_done, self.chunks.start))
         return False
 
 
-class LoadHandle(_Transfer[LoadOutcome]):
+class LoadRequest(TransferRequest[LoadResult]):
     """A load in progress."""
 
     def __init__(
         self,
         send: Callable[[gpuagent_pb2.EngineRequest], None],
-        chunk_count: int,
+        chunks: range,
         on_progress: Callable[[int, tuple[int, ...]], None] | None,
     ) -> None:
-        """on_progress: called on the event loop with layers that are in and positions of chunks failed so far."""
-        super().__init__(send, chunk_count)
-        self._on_progress = on_progress
-        self.layers_loaded = 0
-        self.failed_chunks: tuple[int, ...] = ()
-
-    async def wait_layers(self, layers: int) -> None:
-        """Wait until so many layers are in for every chunk that did not fail, or the request ended (see `done`)."""
-        while self.layers_loaded < layers and not self._outcome.done():
-            self._changed.clear()
-            await self._changed.wait()
+        """on_progress: called on the event loop with layers that are in and chunks that have failed so far."""
+        super().__init__(send, chunks)
+        self._on_progress, self._layers = on_progress, 0
 
     def _take(self, response: gpuagent_pb2.EngineResponse) -> bool:
         if response.HasField("load_progress"):
-            self.layers_loaded = max(self.layers_loaded, response.load_progress.layers_loaded)
-            self.failed_chunks = tuple(response.load_progress.failed_chunks)
             if self._on_progress is not None:
-                self._on_progress(self.layers_loaded, self.failed_chunks)
-            self._changed.set()
+                progress = response.load_progress
+                self._layers = max(self._layers, progress.layers_loaded)
+                self._on_progress(self._layers, tuple(self.chunks.start + at for at in progress.failed_chunks))
             return False
         if response.HasField("load_done"):
-            self.end_hold()
-            return self._end(load_outcome_from_proto(response.load_done))
+            self.release()
+            return self._end(load_result_from_proto(response.load_done, self.chunks.start))
         return False
 
 
@@ -211,6 +198,6 @@ class LeaseHandle:
             self._held.set_exception(error)
 
 
-def _mark_retrieved(outcome: asyncio.Future[OutcomeT]) -> None:
+def _mark_retrieved(outcome: asyncio.Future[ResultT]) -> None:
     if not outcome.cancelled():
         outcome.exception()

@@ -36,22 +36,22 @@ class FetchedFd:
     generation: int
 
 
-def descriptor_path(endpoint: str, told: str) -> str:
-    """Where the descriptor socket lies for us that a server, reached at `endpoint`, calls `told`.
+def descriptor_path(endpoint: str, announced: str) -> str:
+    """Where the descriptor socket lies for us that a server, reached at `endpoint`, announces as `announced`.
 
     Beside the socket that we reached it by, if it is there: containers mount a directory of sockets where they like,
-    and what a server tells is the path that it knows itself.
+    and what a server announces is the path that it knows itself.
     """
-    if not endpoint.startswith(_UNIX_SCHEME) or not told:
-        return told
-    beside = Path(endpoint.removeprefix(_UNIX_SCHEME)).with_name(Path(told).name)
-    return str(beside) if beside.exists() else told
+    if not endpoint.startswith(_UNIX_SCHEME) or not announced:
+        return announced
+    beside = Path(endpoint.removeprefix(_UNIX_SCHEME)).with_name(Path(announced).name)
+    return str(beside) if beside.exists() else announced
 
 
 def fetch_fd(path: Path | str, token: bytes, number: int, *, timeout_s: float = 5.0) -> FetchedFd:
     """The descriptor that the server at `path` calls `number` in the session of `token`.
 
-    Raises the KvPoolError that the server answers, ServiceUnavailable when nobody answers, DeadlineExceeded.
+    Raises the KvPoolError that the server answers, ServiceUnavailable when nothing answers, DeadlineExceeded.
     """
     with _Exchange(path, timeout_s) as exchange:
         exchange.send(FdRequest(FdKind.FETCH, token, number), None)
@@ -72,7 +72,7 @@ def offer_fd(path: Path | str, token: bytes, number: int, size_bytes: int, fd: i
 
 
 class _Exchange:
-    """One connection: a request, a reply. Descriptors that nobody took from `fds` are closed at the end."""
+    """One connection: a request, a reply. Descriptors that were not taken from `fds` are closed at the end."""
 
     def __init__(self, path: Path | str, timeout_s: float) -> None:
         self.fds: list[int] = []

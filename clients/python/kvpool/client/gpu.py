@@ -48,6 +48,7 @@ class Stream(Protocol):
 
     @property
     def cuda_stream(self) -> int: ...
+    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ def _dense_bytes(number: int, tensor: Tensor) -> int:
 
 
 class GpuEvents:
-    """Interprocess events of one GPU, to be made before the engine registers (EnginePlan.events = `slots`).
+    """Interprocess events of one GPU, to be made before the engine registers (EngineRegistration.events = `slots`).
 
     One is in use for each store or load from `record` until its GPU work has ended, and a moment longer.
     """
@@ -196,6 +197,15 @@ class GpuEvents:
         """The same without waiting: None if no event is free now."""
         event = self.slots.try_take()
         return self._recorded(event, stream) if event is not None else None
+
+    def record_or_wait(self, stream: Stream | None = None) -> EngineEvent | None:
+        """An event, or if none is free now wait for the stream's work itself, and return None."""
+        event = self.try_record(stream)
+        if event is None:
+            import torch
+
+            (stream or torch.cuda.current_stream(self._ordinal)).synchronize()
+        return event
 
     def _recorded(self, event: EngineEvent, stream: Stream | None) -> EngineEvent:
         try:

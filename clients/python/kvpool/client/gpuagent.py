@@ -11,17 +11,11 @@ from typing import TYPE_CHECKING
 from kvpool.client.channel import open_channel
 from kvpool.client.config import ClientConfig
 from kvpool.client.engine_events import EventSlots
-from kvpool.client.engine_items import (
-    EngineMatch,
-    lease_to_proto,
-    load_to_proto,
-    match_from_proto,
-    store_to_proto,
-)
-from kvpool.client.engine_registration import EnginePlan, OfferFd, Registration, lend, register_to_proto
-from kvpool.client.engine_requests import LeaseHandle, LoadHandle, StoreHandle
+from kvpool.client.engine_items import MatchResult, lease_to_proto, load_to_proto, match_from_proto, store_to_proto
+from kvpool.client.engine_registration import EngineRegistration, OfferFd, RegistrationReply, lend, register_to_proto
+from kvpool.client.engine_requests import LeaseHandle, LoadRequest, StoreRequest
 from kvpool.client.fds import offer_fd
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.client.session_stream import SessionStream
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.grid import ShardGrid
@@ -52,12 +46,12 @@ class EngineSession:
     made by `reopen` ends the holds too if its agent had the old session: it answers after all work of that has ended.
     """
 
-    def __init__(self, plan: EnginePlan, config: ClientConfig, offer: OfferFd) -> None:
+    def __init__(self, plan: EngineRegistration, config: ClientConfig, offer: OfferFd) -> None:
         """Use `open`."""
         self._plan, self._config, self._offer = plan, config, offer
         self._events = plan.events or _NO_EVENTS
         self._hold = plan.new_hold()
-        self._holds: set[StoreHandle | LoadHandle] = set()
+        self._holds: set[StoreRequest | LoadRequest] = set()
         self._releasing: asyncio.Task[None] | None = None
         self.released = asyncio.Event()  # after the end: the agent touches no block of this session any more
         self._registered, self._ready = gpuagent_pb2.EngineRegistered(), gpuagent_pb2.EngineReady()
@@ -74,7 +68,7 @@ class EngineSession:
         )
 
     @classmethod
-    async def open(cls, plan: EnginePlan, config: ClientConfig, *, offer: OfferFd = offer_fd) -> EngineSession:
+    async def open(cls, plan: EngineRegistration, config: ClientConfig, *, offer: OfferFd = offer_fd) -> EngineSession:
         """Register and lend the engine's memory. raises: KeyspaceMismatch, PartitionRefused, GeometryUnsupported,
         InvalidRequest, NotServed, ServiceUnavailable, DeadlineExceeded."""
         plan.check()
@@ -93,7 +87,7 @@ class EngineSession:
         return session
 
     async def _register(self) -> None:
-        registration = Registration(self._plan.endpoint)
+        registration = RegistrationReply(self._plan.endpoint)
         await self._stream.submit(_Request(register=register_to_proto(self._plan)), registration)
         registered = self._registered = await registration.registered
         check_peer_version(registered.version, "the agent")
@@ -169,7 +163,7 @@ class EngineSession:
 
     async def match(
         self, chunk_hashes: Sequence[bytes], held_chunks: int = 0, *, timeout_s: float | None = None
-    ) -> EngineMatch:
+    ) -> MatchResult:
         """How much of a chain, from chunk 0 on, can be had. raises: StoreUnavailable, DeadlineExceeded, ..."""
         request = gpuagent_pb2.EngineMatchRequest(chunk_hashes=hashes_to_bytes(chunk_hashes), held_chunks=held_chunks)
         limit_s = self._config.match_timeout_s if timeout_s is None else timeout_s
@@ -182,13 +176,13 @@ class EngineSession:
         retention: Retention | None = None,
         kept: Callable[[int], bool] | None = None,
         after: EngineEvent | None = None,
-    ) -> StoreHandle:
-        """Begin a store; its blocks are held until the handle says otherwise. `kept`: see StoreHandle.
+    ) -> StoreRequest:
+        """Begin a store; its blocks are held until the handle says otherwise. `kept`: see StoreRequest.
 
         after: GPU work that computes the blocks, an event of the plan's slots that was recorded; it stays the caller's
         to give back. raises: InvalidRequest for an event that is not taken.
         """
-        handle = StoreHandle(self._stream.send_soon, span.chunk_count, kept)
+        handle = StoreRequest(self._stream.send_soon, span.chunks, kept)
         store = store_to_proto(span, retention, after, keeps_blocks=kept is None)
         await self._begin(_Request(store=store), handle, after)
         return handle
@@ -201,17 +195,17 @@ class EngineSession:
         on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
         after: EngineEvent | None = None,
         compute_us_per_token: float = 0.0,
-    ) -> LoadHandle:
+    ) -> LoadRequest:
         """Begin a load, as `store` does. after: GPU work that may still use the blocks.
 
         compute_us_per_token: what the engine would need to compute them, for the agent's metrics; 0 if unknown."""
-        handle = LoadHandle(self._stream.send_soon, span.chunk_count, on_progress)
+        handle = LoadRequest(self._stream.send_soon, span.chunks, on_progress)
         wait_ms = max(1, round(wait_s * 1e3))
         load = load_to_proto(span, wait_ms, after, compute_us_per_token, no_progress=on_progress is None)
         await self._begin(_Request(load=load), handle, after)
         return handle
 
-    async def lease(self, chain: Chain, chunks: range, *, hold_s: float, hold_only: bool = False) -> LeaseHandle:
+    async def lease(self, chain: Prompt, chunks: range, *, hold_s: float, hold_only: bool = False) -> LeaseHandle:
         """Begin to keep chunks of a prompt in staging memory until the lease is ended, for hold_s at most.
 
         hold_only: leave alone what cannot be kept, rather than have it brought there from disk and other nodes.
@@ -233,7 +227,7 @@ class EngineSession:
         if self._events.announce(event, self):
             self._stream.send_soon(_Request(event_recorded=engine_event_to_proto(event)))
 
-    async def _begin(self, message: _Request, handle: StoreHandle | LoadHandle, after: EngineEvent | None) -> None:
+    async def _begin(self, message: _Request, handle: StoreRequest | LoadRequest, after: EngineEvent | None) -> None:
         announced: list[_Request] = []
 
         def announce() -> Sequence[_Request]:
@@ -249,7 +243,7 @@ class EngineSession:
             if after is not None and announced:
                 self._events.retract(after, self)
             raise
-        self._holds = {known for known in self._holds if not known.hold_ended} | {handle}
+        self._holds = {known for known in self._holds if not known.released} | {handle}
 
     async def close(self) -> bool:
         """End the session: running requests are cancelled. False if the agent did not confirm.
@@ -300,7 +294,7 @@ class EngineSession:
             self._releasing.cancel()
         for handle in self._holds:
             handle.fail(ServiceUnavailable("the session ended"))
-            handle.end_hold()
+            handle.release()
         self._holds.clear()
         self._events.end_session(self)
         self._hold.close()

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvpool.core.chunks import GROUP_CHUNKS, HASH_BYTES, ROOT_HASH, Extra, Tokens, chunk_hashes, group_head_index
 from kvpool.core.errors import InvalidRequest
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Full chunks of one prompt.
+@dataclass
+class Prompt:
+    """A prompt as the pool sees it: the chained hashes of its full chunks.
 
-    token_count: of the whole prompt, the rest that fills no chunk included. packed: [C * 16] bytes, hashes of all C
-    full chunks.
+    token_count:   of the whole prompt, the rest that fills no chunk included.
+    packed:        [C * 16] bytes, hashes of all C full chunks.
+    pooled_chunks: leading chunks that are in the pool as far as this process knows. Loads and stores keep it up to
+                   date, and a store begins behind them unless it names its chunks.
     """
 
     chunk_tokens: int
     token_count: int
     packed: bytes
+    pooled_chunks: int = field(default=0, compare=False)
 
     @classmethod
     def of(
         cls, hash_key: bytes, tokens: Tokens, chunk_tokens: int, extras: Sequence[Sequence[Extra]] | None = None
-    ) -> Chain:
+    ) -> Prompt:
         """Hash a prompt from its first token on. raises: InvalidRequest naming the argument."""
         return cls(chunk_tokens, len(tokens), b"".join(chunk_hashes(hash_key, tokens, chunk_tokens, extras=extras)))
 
-    def extended(self, hash_key: bytes, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Chain:
-        """The chain of a longer prompt that begins with this one: only new chunks are hashed.
+    def extended(self, hash_key: bytes, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Prompt:
+        """A longer prompt that begins with this one: only new chunks are hashed.
 
         tokens: of the whole prompt. extras: of the new full chunks.
         """
@@ -39,7 +42,7 @@ class Chain:
         rest = tokens[self.chunk_count * self.chunk_tokens :]
         parent = self.parent_hash(self.chunk_count)
         added = chunk_hashes(hash_key, rest, self.chunk_tokens, parent=parent, extras=extras)
-        return Chain(self.chunk_tokens, len(tokens), self.packed + b"".join(added))
+        return Prompt(self.chunk_tokens, len(tokens), self.packed + b"".join(added), self.pooled_chunks)
 
     @cached_property
     def hashes(self) -> tuple[bytes, ...]:

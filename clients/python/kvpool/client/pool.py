@@ -1,26 +1,31 @@
-"""match -> load -> store for connectors. Trouble of the cache comes back as values that say what to recompute."""
+"""match -> load -> store of one engine rank. Cache failures come back as values that say what to compute."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import TierTokens
-from kvpool.client.engine_registration import EnginePlan, OfferFd
-from kvpool.client.engine_requests import LeaseHandle, StoreHandle
+from kvpool.client.engine_items import LoadResult, MatchResult, StoreResult, TierTokens
+from kvpool.client.engine_registration import EngineRegistration, OfferFd
+from kvpool.client.engine_requests import LeaseHandle, StoreRequest
 from kvpool.client.fds import offer_fd
 from kvpool.client.gpuagent import EngineSession
-from kvpool.client.hashing import Chain
+from kvpool.client.handle import AsyncHandle
+from kvpool.client.hashing import Prompt
+from kvpool.client.paged_cache import PagedCache
 from kvpool.client.pool_loads import LoadTerms, load_windows
-from kvpool.client.pool_values import LoadReport, LoadTicket, OnProgress, PrefixMatch, StoreTicket
 from kvpool.client.request_spans import end_with_stores, note_loaded, note_matched, request_span
 from kvpool.client.request_stats import RequestStats
 from kvpool.client.retry import Backoff
-from kvpool.core.cancel import CancelToken
+from kvpool.client.tls import tls_from_environment
 from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.ipc import EngineEvent
@@ -30,30 +35,72 @@ from kvpool.core.tracing import Span
 from kvpool.wire.convert_engine import BlockIds
 
 _log = logging.getLogger(__name__)
+# An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
+_GPU_CONNECT_TIMEOUT_S = 60.0
 
 
-class KvPool:
-    """The cache as one engine rank sees it. Belongs to one event loop; see sync.SyncKvPool for engines without one.
+class AsyncPool:
+    """The cache as one engine rank sees it. Belongs to one event loop; `Pool` is the same for code without one.
 
-    After `open` no method raises for trouble of the cache, only for misuse (InvalidRequest for arguments that do not
-    fit each other). When the agent goes away, the pool reconnects in the background and answers "nothing" meanwhile.
+    After `connect` a method raises only for misuse (InvalidRequest); a cache failure is part of its result. When the
+    agent goes away, the pool reconnects in the background and finds nothing meanwhile.
 
-    `block_table` arguments name the engine's blocks of the whole prompt from token 0 on, in order.
+    `block_table` names the engine's blocks of the whole prompt from token 0 on, in order. `wait_event` is GPU work that
+    a load or store has to come after: an event that was taken and recorded, and is given back by the call; without one
+    it is what the calling thread gave to its current stream so far.
     """
 
-    def __init__(self, session: EngineSession, config: ClientConfig) -> None:
-        """Use `open`."""
+    def __init__(self, session: EngineSession, config: ClientConfig, cache: PagedCache | None = None) -> None:
+        """Use `connect`, or `open`. cache: records events; without one, calls come after nothing but their event."""
         self._session = session
         self._config = config
+        self._cache = cache
         self._closed = False
         self._reconnecting = asyncio.create_task(self._keep_connected(), name="kvpool reconnect")
         self.totals = RequestStats()  # of all requests counted with `count`
 
     @classmethod
-    async def open(cls, plan: EnginePlan, config: ClientConfig, *, offer: OfferFd = offer_fd) -> KvPool:
+    async def connect(
+        cls,
+        agent: str,
+        cache: PagedCache,
+        *,
+        engine_name: str = "",
+        keyspace_name: str = "",
+        config: ClientConfig | None = None,
+    ) -> AsyncPool:
+        """Share a cache through the agent at `agent` ("unix:/path" or "host:port").
+
+        engine_name, keyspace_name: what operators see; by default the process's id, and a name made of the model.
+        raises: what `open` raises.
+        """
+        if config is None:
+            config = ClientConfig(tls=tls_from_environment(os.environ))
+            if cache.on_gpu:
+                config = replace(config, connect_timeout_s=_GPU_CONNECT_TIMEOUT_S)
+        registration = EngineRegistration(
+            endpoint=agent,
+            engine_name=engine_name or f"engine-{os.getpid()}",
+            keyspace_name=keyspace_name or cache.model.keyspace_name,
+            spec=cache.model.spec,
+            layout=cache.layout,
+            regions=cache.regions,
+            events=cache.events,
+        )
+        return await cls.open(registration, config, cache=cache)
+
+    @classmethod
+    async def open(
+        cls,
+        registration: EngineRegistration,
+        config: ClientConfig,
+        *,
+        offer: OfferFd = offer_fd,
+        cache: PagedCache | None = None,
+    ) -> AsyncPool:
         """Register with the agent. raises: KeyspaceMismatch, PartitionRefused, GeometryUnsupported, InvalidRequest,
         NotServed (configuration that must be changed); ServiceUnavailable, DeadlineExceeded (try again later)."""
-        return cls(await EngineSession.open(plan, config, offer=offer), config)
+        return cls(await EngineSession.open(registration, config, offer=offer), config, cache)
 
     @property
     def session(self) -> EngineSession:
@@ -65,179 +112,241 @@ class KvPool:
         """Whether the agent can be asked now."""
         return self._session.failure is None and not self._closed
 
-    def chain(self, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Chain:
-        """Hash a prompt. raises: InvalidRequest for tokens that are no token ids."""
-        return Chain.of(self._session.hash_key, tokens, self._session.spec.chunk_tokens, extras)
+    def prompt(self, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Prompt:
+        """Hash a prompt. extras: of each full chunk, what its KV depends on beside tokens (images, a LoRA adapter).
 
-    def extend(self, chain: Chain, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Chain:
-        """Hash a longer prompt that begins with the one of `chain`. extras: of the new full chunks."""
-        return chain.extended(self._session.hash_key, tokens, extras)
+        raises: InvalidRequest for tokens that are not token ids.
+        """
+        return Prompt.of(self._session.hash_key, tokens, self._session.spec.chunk_tokens, extras)
 
-    async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
-        """The longest prefix to be had; chunks that the engine holds are not looked up."""
-        with self._span("match", chain.chunk_count) as span:
-            found = await self._match(chain, held_chunks, timeout_s)
-            note_matched(span, found.matched_chunks, chain.chunk_count, found.error)
+    def extend(self, prompt: Prompt, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Prompt:
+        """Hash a longer prompt that begins with `prompt`. tokens: all of it. extras: of the new full chunks."""
+        return prompt.extended(self._session.hash_key, tokens, extras)
+
+    async def match(self, prompt: Prompt, *, held_chunks: int = 0, timeout_s: float | None = None) -> MatchResult:
+        """The longest prefix that the pool has; chunks that the engine holds are not looked up."""
+        with self._span("match", prompt.chunk_count) as span:
+            found = await self._match(prompt, held_chunks, timeout_s)
+            note_matched(span, found.matched_chunks, prompt.chunk_count, found.error)
         return found
 
-    async def _match(self, chain: Chain, held_chunks: int, timeout_s: float | None) -> PrefixMatch:
-        held = min(held_chunks, chain.chunk_count)
-        if held == chain.chunk_count:
-            return PrefixMatch(held, chain.usable_tokens(held))
-        asked = chain.hashes[: self._session.max_request_chunks or None]
+    async def _match(self, prompt: Prompt, held_chunks: int, timeout_s: float | None) -> MatchResult:
+        held = min(held_chunks, prompt.chunk_count)
+        if held == prompt.chunk_count:
+            return MatchResult(held, prompt.usable_tokens(held))
+        asked = prompt.hashes[: self._session.max_request_chunks or None]
         try:
             found = await self._session.match(asked, min(held, len(asked)), timeout_s=timeout_s)
         except KvPoolError as error:
-            return PrefixMatch(held, chain.usable_tokens(held), error=self._explain(error))
-        matched = max(held, min(found.matched_chunks, chain.chunk_count))
-        return PrefixMatch(matched, chain.usable_tokens(matched), found.runs)
+            return MatchResult(held, prompt.usable_tokens(held), error=self._explain(error))
+        matched = max(held, min(found.matched_chunks, prompt.chunk_count))
+        return MatchResult(matched, prompt.usable_tokens(matched), found.runs)
 
-    async def load(
+    def load(
         self,
-        chain: Chain,
+        prompt: Prompt,
         block_table: BlockIds,
         *,
-        first_chunk: int,
-        end_chunk: int,
+        first_chunk: int = 0,
+        end_chunk: int | None = None,
         skip_tokens: int = 0,
         timeout_s: float | None = None,
-        on_progress: OnProgress | None = None,
-        after: EngineEvent | None = None,
-        stop: CancelToken | None = None,
+        wait_event: EngineEvent | None = None,
         compute_us_per_token: float = 0.0,
-    ) -> LoadReport:
-        """Load chunks [first_chunk, end_chunk) into the engine's blocks.
+    ) -> Coroutine[Any, Any, LoadResult]:
+        """Load what the pool has of a prompt. Returns when the blocks are the caller's again, whatever came of it.
 
-        skip_tokens: of the first chunk, to leave untouched. on_progress: called with layers that are in and failed
-        chunks (indexes in the chain), for loads that fit into one request. after: GPU work that may still read what the
-        blocks held before, an event that was taken and recorded; it is given back here. stop: ends it early.
-        compute_us_per_token: see EngineSession.load.
-        raises: InvalidRequest for a range outside of the chain.
+        After a deadline that takes until the agent has stopped writing, or its process has ended; see `start_load` for
+        a caller that can do without the blocks meanwhile.
+
+        first_chunk: the engine has those before. end_chunk: the first one not to load; by default, where the match
+        ends. skip_tokens: of the first chunk, to leave untouched. compute_us_per_token: see EngineSession.load.
+        raises: InvalidRequest for a range outside of the prompt.
         """
-        chunks = range(first_chunk, end_chunk)
+        starting = self.start_load(
+            prompt,
+            block_table,
+            first_chunk=first_chunk,
+            end_chunk=end_chunk,
+            skip_tokens=skip_tokens,
+            timeout_s=timeout_s,
+            wait_event=wait_event,
+            compute_us_per_token=compute_us_per_token,
+            by_layer=False,
+        )
+        return self._finish_load(starting)
+
+    async def _finish_load(self, starting: Coroutine[Any, Any, AsyncHandle[LoadResult]]) -> LoadResult:
+        handle = await starting
+        try:
+            result = await handle.result()
+            await handle.wait_released()
+            return result
+        except asyncio.CancelledError:
+            handle.cancel()  # the blocks stay the agent's until it says so; the session keeps its requests
+            raise
+
+    def start_load(
+        self,
+        prompt: Prompt,
+        block_table: BlockIds,
+        *,
+        first_chunk: int = 0,
+        end_chunk: int | None = None,
+        skip_tokens: int = 0,
+        timeout_s: float | None = None,
+        wait_event: EngineEvent | None = None,
+        compute_us_per_token: float = 0.0,
+        by_layer: bool = True,
+    ) -> Coroutine[Any, Any, AsyncHandle[LoadResult]]:
+        """Begin a load, whose first layers can be used before its last ones are in. Arguments as for `load`.
+
+        by_layer: have the agent report layers, for `wait_layers`; loads of more chunks than one request takes do not.
+        """
         terms = LoadTerms(
             timeout_s=self._config.load_timeout_s if timeout_s is None else timeout_s,
             grace_s=self._config.load_grace_s,
-            on_progress=on_progress,
-            after=after,
-            stop=stop or CancelToken(),
-            explain=self._explain,
+            by_layer=by_layer,
+            wait_event=wait_event or self._record_event(),
             compute_us_per_token=compute_us_per_token,
         )
-        try:
-            with self._span("load", len(chunks)) as span:
-                windows = self._windows(chain, block_table, first_chunk, end_chunk, skip_tokens)
-                report = await load_windows(lambda: self._session, windows, chunks, terms)
-                note_loaded(span, report.loaded_chunks, len(chunks), report.error, report.tokens)
-                return report
-        finally:
-            self._session.give_back(after)
 
-    def begin_load(
-        self,
-        chain: Chain,
-        block_table: BlockIds,
-        *,
-        first_chunk: int,
-        end_chunk: int,
-        skip_tokens: int = 0,
-        timeout_s: float | None = None,
-        after: EngineEvent | None = None,
-        compute_us_per_token: float = 0.0,
-    ) -> LoadTicket:
-        """Begin a load whose first layers can be used before its last ones are in. Arguments as for `load`."""
-        return LoadTicket(
-            lambda on_progress: self.load(
-                chain,
-                block_table,
-                first_chunk=first_chunk,
-                end_chunk=end_chunk,
-                skip_tokens=skip_tokens,
-                timeout_s=timeout_s,
-                on_progress=on_progress,
-                after=after,
-                compute_us_per_token=compute_us_per_token,
+        async def start() -> AsyncHandle[LoadResult]:
+            return AsyncHandle(
+                lambda handle: self._load(prompt, block_table, first_chunk, end_chunk, skip_tokens, terms, handle)
             )
-        )
+
+        return start()
+
+    async def _load(
+        self,
+        prompt: Prompt,
+        block_table: BlockIds,
+        first_chunk: int,
+        end_chunk: int | None,
+        skip_tokens: int,
+        terms: LoadTerms,
+        handle: AsyncHandle[LoadResult],
+    ) -> LoadResult:
+        try:
+            if end_chunk is None:
+                found = await self.match(prompt, held_chunks=first_chunk)
+                end_chunk = max(first_chunk, found.matched_chunks)
+                if found.error is not None:
+                    return LoadResult(first_chunk, num_tokens=found.num_tokens, error=found.error)
+            chunks = range(first_chunk, end_chunk)
+            with self._span("load", len(chunks)) as span:
+                windows = self._windows(prompt, block_table, chunks, skip_tokens)
+                result = await load_windows(lambda: self._session, windows, chunks, terms, handle)
+                error = self._explain(result.error) if result.error is not None else None
+                note_loaded(span, result.loaded_chunks, len(chunks), error, result.tokens)
+        finally:
+            self._session.give_back(terms.wait_event)
+        if first_chunk <= prompt.pooled_chunks:
+            prompt.pooled_chunks = result.end_chunk if error else max(prompt.pooled_chunks, result.end_chunk)
+        return replace(result, error=error, num_tokens=prompt.usable_tokens(result.end_chunk))
 
     async def lease(
-        self, chain: Chain, *, first_chunk: int, end_chunk: int, hold_s: float, hold_only: bool = False
+        self, prompt: Prompt, *, first_chunk: int, end_chunk: int, hold_s: float, hold_only: bool = False
     ) -> LeaseHandle | None:
         """Keep chunks [first_chunk, end_chunk) in this host's memory for a load to come, and bring them there from disk
         and other nodes, until the lease is ended, for hold_s at most. As many leading ones as one request may name.
 
         hold_only: see EngineSession.lease. None if the agent cannot be asked. raises: InvalidRequest for a range
-        that is not within the chain.
+        that is not within the prompt.
         """
-        if not 0 <= first_chunk < end_chunk <= chain.chunk_count:
+        if not 0 <= first_chunk < end_chunk <= prompt.chunk_count:
             raise InvalidRequest(
-                f"chunks [{first_chunk}, {end_chunk}) are not within the {chain.chunk_count} of the chain"
+                f"chunks [{first_chunk}, {end_chunk}) are not within the {prompt.chunk_count} of the prompt"
             )
-        most = self._session.max_request_chunks or chain.chunk_count
+        most = self._session.max_request_chunks or prompt.chunk_count
         try:
             async with asyncio.timeout(self._config.call_timeout_s):
                 chunks = range(first_chunk, min(end_chunk, first_chunk + most))
-                return await self._session.lease(chain, chunks, hold_s=hold_s, hold_only=hold_only)
+                return await self._session.lease(prompt, chunks, hold_s=hold_s, hold_only=hold_only)
         except (TimeoutError, KvPoolError):
             return None
 
-    async def store(
+    def store(
         self,
-        chain: Chain,
+        prompt: Prompt,
         block_table: BlockIds,
         *,
-        first_chunk: int,
-        end_chunk: int,
+        first_chunk: int | None = None,
+        end_chunk: int | None = None,
         retention: Retention | None = None,
-        kept: Callable[[], bool] | None = None,
-        after: EngineEvent | None = None,
-    ) -> StoreTicket:
-        """Begin to store chunks [first_chunk, end_chunk); their blocks are held until the ticket says otherwise.
+        still_valid: Callable[[], bool] | None = None,
+        wait_event: EngineEvent | None = None,
+        timeout_s: float | None = None,
+    ) -> Coroutine[Any, Any, AsyncHandle[StoreResult]]:
+        """Begin to store the full chunks of a prompt that are not known to be in the pool. Their blocks must keep their
+        bytes until the handle is released; decoding goes on meanwhile.
 
+        first_chunk, end_chunk: chunks [first_chunk, end_chunk) instead.
         retention: of all chunks, or of ranges of the prompt's tokens; a chunk takes what keeps it longest of all that
         touch it. None: as the keyspace says.
-        kept: asked each time blocks were copied out, whether all blocks of this store held their bytes until now; None
-        means the engine keeps to the rule. after: GPU work that computes the blocks, an event that was taken and
-        recorded; it is given back here. raises: InvalidRequest for a range outside of the chain.
+        still_valid: called each time blocks were copied out: whether all blocks of this store held their bytes until
+        then, else they are not stored. None: they do until they are released.
+        timeout_s: until the result says what is known by then; the store itself goes on.
+        raises: InvalidRequest for a range outside of the prompt.
         """
-        chunks = range(first_chunk, end_chunk)
-        handles: list[tuple[int, StoreHandle]] = []
+        first = prompt.pooled_chunks if first_chunk is None else first_chunk
+        chunks = range(first, max(first, prompt.chunk_count) if end_chunk is None else end_chunk)
+        limit_s = self._config.store_timeout_s if timeout_s is None else timeout_s
+        event = wait_event or (self._record_event() if chunks else None)
+        return self._store(prompt, block_table, chunks, retention, still_valid, event, limit_s)
+
+    async def _store(
+        self,
+        prompt: Prompt,
+        block_table: BlockIds,
+        chunks: range,
+        retention: Retention | None,
+        still_valid: Callable[[], bool] | None,
+        event: EngineEvent | None,
+        timeout_s: float,
+    ) -> AsyncHandle[StoreResult]:
+        requests: list[StoreRequest] = []
         error: KvPoolError | None = Stopped("the store was not begun to its end")
         trace = self._span("store", len(chunks))
         try:
-            spans = self._windows(chain, block_table, first_chunk, end_chunk, 0)
+            spans = self._windows(prompt, block_table, chunks, 0)
             with trace.current():
-                error = await self._begin_stores(spans, first_chunk, handles, retention, kept, after)
+                error = await self._begin_stores(spans, requests, retention, still_valid, event)
         finally:
-            end_with_stores(trace, [handle for _, handle in handles], error)
-            self._session.give_back(after)
-        return StoreTicket(chunks, handles, error)
+            end_with_stores(trace, requests, error)
+            self._session.give_back(event)
+        if chunks.start <= prompt.pooled_chunks:
+            prompt.pooled_chunks = max(prompt.pooled_chunks, chunks.stop)  # taken back by those that fail
+        handle = AsyncHandle[StoreResult](partial(_end_of_store, prompt, chunks, requests, error, timeout_s))
+        for request in requests:
+            handle.add(request)
+        handle.begun()
+        return handle
 
     async def _begin_stores(
         self,
         spans: Sequence[ChunkRange],
-        first_chunk: int,
-        handles: list[tuple[int, StoreHandle]],
+        requests: list[StoreRequest],
         retention: Retention | None,
-        kept: Callable[[], bool] | None,
-        after: EngineEvent | None,
+        still_valid: Callable[[], bool] | None,
+        event: EngineEvent | None,
     ) -> KvPoolError | None:
         """Begin what can be begun; why the rest was not."""
-        asked = (lambda _: kept()) if kept is not None else None
+        asked = (lambda _: still_valid()) if still_valid is not None else None
         for span in spans:
             try:
                 async with asyncio.timeout(self._config.call_timeout_s):
-                    handle = await self._session.store(span, retention=retention, kept=asked, after=after)
-                handles.append((span.first_chunk_index - first_chunk, handle))
+                    requests.append(await self._session.store(span, retention=retention, kept=asked, after=event))
             except TimeoutError:
                 return DeadlineExceeded("the agent takes no more stores now")
             except KvPoolError as refused:
                 return self._explain(refused)
         return None
 
-    def count(self, chain: Chain, *, own_tokens: int, load: LoadReport | None = None) -> RequestStats:
+    def count(self, prompt: Prompt, *, own_tokens: int, load: LoadResult | None = None) -> RequestStats:
         """Where one prompt's tokens came from; also added to `totals`."""
-        stats = RequestStats.of(chain, own_tokens=own_tokens, loaded=load.tokens if load else TierTokens())
+        stats = RequestStats.of(prompt, own_tokens=own_tokens, loaded=load.tokens if load else TierTokens())
         self.totals += stats
         return stats
 
@@ -250,12 +359,19 @@ class KvPool:
         await asyncio.gather(self._reconnecting, return_exceptions=True)
         return await self._session.close()
 
-    def _windows(
-        self, chain: Chain, block_table: BlockIds, first_chunk: int, end_chunk: int, skip_tokens: int
-    ) -> list[ChunkRange]:
+    async def __aenter__(self) -> AsyncPool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _windows(self, prompt: Prompt, block_table: BlockIds, chunks: range, skip_tokens: int) -> list[ChunkRange]:
         session = self._session
-        limit = session.max_request_chunks or max(1, end_chunk - first_chunk)
-        return spans_of(chain, block_table, range(first_chunk, end_chunk), session.blocks_per_chunk, limit, skip_tokens)
+        limit = session.max_request_chunks or max(1, len(chunks))
+        return spans_of(prompt, block_table, chunks, session.blocks_per_chunk, limit, skip_tokens)
+
+    def _record_event(self) -> EngineEvent | None:
+        return self._cache.record_event() if self._cache is not None else None
 
     def _span(self, operation: str, chunk_count: int) -> Span:
         return request_span(self._config.tracer, operation, self._session.keyspace, chunk_count)
@@ -282,24 +398,55 @@ class KvPool:
             backoff.reset()
 
 
+async def _end_of_store(
+    prompt: Prompt,
+    chunks: range,
+    requests: Sequence[StoreRequest],
+    error: KvPoolError | None,
+    timeout_s: float,
+    handle: AsyncHandle[StoreResult],
+) -> StoreResult:
+    """error: why the chunks behind those of the requests were not begun."""
+    loop = asyncio.get_running_loop()
+    stored = deduplicated = 0
+    failed: dict[int, KvPoolError] = {}
+    ends_at_s = loop.time() + timeout_s
+    for request in requests:
+        try:
+            end = await request.done(max(0.0, ends_at_s - loop.time()))
+        except KvPoolError as cause:
+            failed |= dict.fromkeys(request.chunks, cause)
+            continue
+        stored += end.stored_chunks
+        deduplicated += end.deduplicated_chunks
+        failed |= end.failed_chunks
+    if error is not None:
+        begun = requests[-1].chunks.stop if requests else chunks.start
+        failed |= dict.fromkeys(range(begun, chunks.stop), error)
+    if failed:
+        prompt.pooled_chunks = min(prompt.pooled_chunks, *failed)
+    handle.progressed(handle.layers_loaded, tuple(sorted(failed)))
+    return StoreResult(stored, deduplicated, failed)
+
+
 def spans_of(
-    chain: Chain, block_table: BlockIds, chunks: range, blocks_per_chunk: int, limit: int, skip_tokens: int
+    prompt: Prompt, block_table: BlockIds, chunks: range, blocks_per_chunk: int, limit: int, skip_tokens: int
 ) -> list[ChunkRange]:
-    """Requests of at most `limit` chunks each, in chain order.
+    """Requests of at most `limit` chunks each, in order.
 
     block_table: of the whole prompt from token 0 on. skip_tokens: of the first chunk. raises: InvalidRequest naming
     what does not fit.
     """
-    if not 0 <= chunks.start <= chunks.stop <= chain.chunk_count:
+    if not 0 <= chunks.start <= chunks.stop <= prompt.chunk_count:
         raise InvalidRequest(
-            f"chunks [{chunks.start}, {chunks.stop}) are not within the {chain.chunk_count} of the chain"
+            f"chunks [{chunks.start}, {chunks.stop}) are not within the {prompt.chunk_count} of the prompt"
         )
     if len(block_table) < chunks.stop * blocks_per_chunk:
         raise InvalidRequest(
             f"block_table has {len(block_table)} blocks, {chunks.stop} chunks need {chunks.stop * blocks_per_chunk}"
         )
-    if not 0 <= skip_tokens < chain.chunk_tokens:
-        raise InvalidRequest(f"skip_tokens must be in [0, {chain.chunk_tokens}), got {skip_tokens}")
+    if not 0 <= skip_tokens < prompt.chunk_tokens:
+        raise InvalidRequest(f"skip_tokens must be in [0, {prompt.chunk_tokens}), got {skip_tokens}")
     used = block_table[chunks.start * blocks_per_chunk : chunks.stop * blocks_per_chunk]
     block_ids = np.asarray(used, dtype=np.int64).reshape(len(chunks), blocks_per_chunk)
     spans: list[ChunkRange] = []
@@ -307,13 +454,13 @@ def spans_of(
         end = min(start + limit, chunks.stop)
         spans.append(
             ChunkRange(
-                chunk_hashes=chain.packed_hashes(start, end),
+                chunk_hashes=prompt.packed_hashes(start, end),
                 block_ids=block_ids[start - chunks.start : end - chunks.start],
                 first_chunk_index=start,
-                parent_hash=chain.parent_hash(start),
-                group_head_hashes=chain.group_head_hashes(start, end - start),
-                chain_head_hash=chain.head_hash,
-                prompt_tokens=chain.token_count,
+                parent_hash=prompt.parent_hash(start),
+                group_head_hashes=prompt.group_head_hashes(start, end - start),
+                chain_head_hash=prompt.head_hash,
+                prompt_tokens=prompt.token_count,
                 skip_tokens=skip_tokens if start == chunks.start else 0,
             )
         )

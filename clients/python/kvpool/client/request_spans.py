@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvpool.client.engine_items import StoreOutcome, TierTokens
+from kvpool.client.engine_items import StoreResult, TierTokens
 from kvpool.core.errors import KvPoolError
 from kvpool.core.tracing import (
     CHUNKS,
@@ -21,7 +21,7 @@ from kvpool.core.tracing import (
 )
 
 if TYPE_CHECKING:
-    from kvpool.client.engine_requests import StoreHandle
+    from kvpool.client.engine_requests import StoreRequest
 
 _RPC = rpc_attributes("GpuAgentService", "EngineSession")
 
@@ -54,7 +54,7 @@ def note_loaded(
         span.set({f"kvpool.tokens.{tier}": count for tier, count in by_tier.items()})
 
 
-def end_with_stores(span: Span, handles: Sequence[StoreHandle], error: KvPoolError | None) -> None:
+def end_with_stores(span: Span, requests: Sequence[StoreRequest], error: KvPoolError | None) -> None:
     """End the span of a store when the last of its requests ends: its caller does not wait for that.
 
     error: why the rest was not begun.
@@ -63,31 +63,31 @@ def end_with_stores(span: Span, handles: Sequence[StoreHandle], error: KvPoolErr
         return
     if error is not None:
         span.fail(error)
-    outcomes: list[StoreOutcome] = []
-    left_count = len(handles)
+    outcomes: list[StoreResult] = []
+    left_count = len(requests)
 
-    def ended(outcome: StoreOutcome | BaseException) -> None:
+    def ended(outcome: StoreResult | BaseException) -> None:
         nonlocal left_count
         left_count -= 1
-        if isinstance(outcome, StoreOutcome):
+        if isinstance(outcome, StoreResult):
             outcomes.append(outcome)
         elif isinstance(outcome, KvPoolError):
             span.fail(outcome)
         if not left_count:
             _end_store(span, outcomes)
 
-    for handle in handles:
-        handle.when_done(ended)
-    if not handles:
+    for request in requests:
+        request.when_done(ended)
+    if not requests:
         _end_store(span, outcomes)
 
 
-def _end_store(span: Span, outcomes: Sequence[StoreOutcome]) -> None:
+def _end_store(span: Span, outcomes: Sequence[StoreResult]) -> None:
     span.set(
         {
             SERVED_CHUNKS: sum(outcome.stored_chunks for outcome in outcomes),
             "kvpool.chunks.deduplicated": sum(outcome.deduplicated_chunks for outcome in outcomes),
-            FAILED_CHUNKS: sum(len(outcome.failed) for outcome in outcomes),
+            FAILED_CHUNKS: sum(len(outcome.failed_chunks) for outcome in outcomes),
         }
     )
     span.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.client.engine_items import TierTokens
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class RequestStats:
     recomputed: int = 0
 
     @classmethod
-    def of(cls, chain: Chain, *, own_tokens: int, loaded: TierTokens) -> RequestStats:
+    def of(cls, chain: Prompt, *, own_tokens: int, loaded: TierTokens) -> RequestStats:
         """Of one prompt. The last token always counts as recomputed, also when its chunk was loaded."""
         own = max(0, min(own_tokens, chain.token_count - 1))
         excess = max(0, own + loaded.total - max(0, chain.token_count - 1))

@@ -8,12 +8,24 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from kvpool.core.errors import DeadlineExceeded, Draining, KvPoolError, Overloaded, ServiceUnavailable
+from kvpool.core.errors import (
+    DeadlineExceeded,
+    Draining,
+    KvPoolError,
+    Overloaded,
+    ServiceUnavailable,
+    StoreUnavailable,
+    WireVersionRefused,
+)
 
 ResultT = TypeVar("ResultT")
 
 TRANSIENT: tuple[type[KvPoolError], ...] = (ServiceUnavailable, Draining, Overloaded)
 """Errors after which the same call may succeed soon. Not StoreUnavailable: engines recompute at once instead."""
+
+
+LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable, WireVersionRefused)
+"""The cluster cannot be reached now, but may be later; any other error asks for another configuration."""
 
 
 class Backoff:

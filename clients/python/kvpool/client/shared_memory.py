@@ -44,7 +44,7 @@ class SharedMemoryRegion:
     def adopt(cls, fd: int, size_bytes: int) -> Self:
         """Of a file in memory that is there already, that of another library, say. The descriptor stays the caller's.
 
-        raises: StartupFailed when there is not so much memory. Nobody may shrink the file.
+        raises: StartupFailed when there is not so much memory. The file must not shrink.
         """
         region = cls.__new__(cls)
         region.size_bytes = size_bytes

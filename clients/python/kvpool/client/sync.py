@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import importlib
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_registration import EnginePlan
-from kvpool.client.hashing import Chain
-from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import BlockHold, LoadReport, LoadTicket, PrefixMatch, StoreReport, StoreTicket
+from kvpool.client.engine_items import LoadResult
+from kvpool.client.engine_registration import EngineRegistration
+from kvpool.client.handle import AsyncHandle
+from kvpool.client.hashing import Prompt
+from kvpool.client.paged_cache import PagedCache
+from kvpool.client.pool import AsyncPool
 from kvpool.client.request_stats import RequestStats
 from kvpool.core.chunks import Extra, Tokens
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
-from kvpool.core.ipc import EngineEvent
-from kvpool.core.retention import Retention
-from kvpool.wire.convert_engine import BlockIds
+from kvpool.core.errors import DeadlineExceeded, ServiceUnavailable
 
 ResultT = TypeVar("ResultT")
+Arguments = ParamSpec("Arguments")
 
 _STOP_TIMEOUT_S = 5.0
 _started: weakref.WeakSet[BackgroundLoop] = weakref.WeakSet()
@@ -74,7 +75,7 @@ class BackgroundLoop:
             future.cancel()
             raise DeadlineExceeded(f"not done within {timeout_s:g} s") from None
         except BaseException:
-            future.cancel()  # KeyboardInterrupt, say: nobody waits for it any more
+            future.cancel()  # KeyboardInterrupt, say: nothing waits for it any more
             raise
 
     def start(self, work: Callable[[], Awaitable[ResultT]]) -> Future[ResultT]:
@@ -91,6 +92,14 @@ class BackgroundLoop:
             if self._stopped:
                 raise ServiceUnavailable("this client was closed; make a new one")
             return asyncio.run_coroutine_threadsafe(call(), self._loop)
+
+    def run_begun(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """`run` for a coroutine that the calling thread has made. raises: as `run`; then it is closed."""
+        try:
+            return self.run(lambda: work)
+        except ServiceUnavailable:
+            work.close()  # does nothing unless it was not begun
+            raise
 
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
         """Cancel what still runs and end the thread. Idempotent; does nothing in a forked process."""
@@ -129,72 +138,106 @@ def _stop_all() -> None:
         loop.stop()
 
 
-class SyncLoadTicket:
-    """LoadTicket for code without an event loop."""
+class Handle(Generic[ResultT]):
+    """A load or store in progress, for code without an event loop. Thread-safe.
 
-    def __init__(self, loop: BackgroundLoop, ticket: LoadTicket) -> None:
-        self._loop = loop
-        self._ticket = ticket
+    Its blocks belong to the agent until `released`: those of a load may still be written, those of a store must keep
+    their bytes.
+    """
+
+    def __init__(self, loop: BackgroundLoop, handle: AsyncHandle[ResultT]) -> None:
+        self._loop, self._handle = loop, handle
+
+    @property
+    def released(self) -> bool:
+        """Whether the blocks are the caller's again."""
+        return self._handle.released
 
     @property
     def layers_loaded(self) -> int:
         """Leading layers that are in for every chunk that has not failed."""
-        return self._ticket.layers_loaded
+        return self._handle.layers_loaded
 
     @property
     def failed_chunks(self) -> tuple[int, ...]:
-        """Chunks that have failed so far."""
-        return self._ticket.failed_chunks
+        """Of a load: chunks that have failed so far."""
+        return self._handle.failed_chunks
+
+    def result(self, timeout_s: float | None = None) -> ResultT:
+        """The end: a LoadResult or a StoreResult. raises: DeadlineExceeded after timeout_s; then it goes on."""
+        return self._loop.run(lambda: self._handle.result(timeout_s))
+
+    def wait_released(self, timeout_s: float | None = None) -> None:
+        """Return when the blocks are the caller's again. raises: DeadlineExceeded; then they are not."""
+        if not self._handle.released:
+            self._loop.run(lambda: self._handle.wait_released(timeout_s))
 
     def wait_layers(self, layers: int, timeout_s: float | None = None) -> bool:
-        """See LoadTicket.wait_layers; costs next to nothing when they are in. raises: DeadlineExceeded."""
-        if self._ticket.layers_loaded >= layers:
-            return True
-        return self._loop.run(lambda: self._ticket.wait_layers(layers), timeout_s)
+        """Return when so many leading layers are in; costs next to nothing when they are. False: not all chunks can be
+        had, and `result` says which. raises: DeadlineExceeded."""
+        if self._handle.layers_loaded >= layers:
+            return not self._handle.failed_chunks
+        return self._loop.run(lambda: self._handle.wait_layers(layers, timeout_s))
 
-    def report(self, timeout_s: float | None = None) -> LoadReport:
-        """See LoadTicket.report. raises: DeadlineExceeded; the load goes on."""
-        return self._loop.run(self._ticket.report, timeout_s)
+    def cancel(self) -> None:
+        """Have it end early; `result` and `released` follow. Idempotent."""
 
+        async def cancel() -> None:
+            self._handle.cancel()
 
-class SyncStoreTicket:
-    """StoreTicket for code without an event loop."""
-
-    def __init__(self, loop: BackgroundLoop, ticket: StoreTicket, timeout_s: float) -> None:
-        self._loop = loop
-        self._ticket = ticket
-        self._timeout_s = timeout_s
-
-    @property
-    def hold(self) -> BlockHold:
-        """Whether the blocks may be reused; `ended` can be read in any thread."""
-        return self._ticket.hold
-
-    def wait_reusable(self, timeout_s: float | None = None) -> None:
-        """Return when the engine may reuse the blocks. raises: DeadlineExceeded; then they are still held."""
-        self._loop.run(self._ticket.wait_reusable, timeout_s)
-
-    def report(self, timeout_s: float | None = None) -> StoreReport:
-        """The end of the store, or what is known of it by then."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return self._loop.run(lambda: self._ticket.report(limit_s))
+        self._loop.run(cancel)
 
 
-class SyncKvPool:
-    """KvPool for engines without an event loop. Thread-safe; methods do and raise what KvPool's do."""
+def _waiting(
+    method: Callable[Concatenate[AsyncPool, Arguments], Coroutine[Any, Any, ResultT]],
+) -> Callable[Concatenate[Pool, Arguments], ResultT]:
+    """A method of AsyncPool that waits for its result."""
 
-    def __init__(self, plan: EnginePlan, config: ClientConfig) -> None:
-        """Register with the agent; see KvPool.open."""
+    @functools.wraps(method)
+    def call(pool: Pool, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
+        return pool.background.run_begun(method(pool.pool, *args, **kwargs))
+
+    return call
+
+
+def _handing(
+    method: Callable[Concatenate[AsyncPool, Arguments], Coroutine[Any, Any, AsyncHandle[ResultT]]],
+) -> Callable[Concatenate[Pool, Arguments], Handle[ResultT]]:
+    """A method of AsyncPool that returns a handle."""
+
+    @functools.wraps(method)
+    def call(pool: Pool, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Handle[ResultT]:
+        return Handle(pool.background, pool.background.run_begun(method(pool.pool, *args, **kwargs)))
+
+    return call
+
+
+class Pool:
+    """AsyncPool for code without an event loop. Thread-safe; make it after a fork.
+
+    `match`, `load`, `start_load` and `store` take, return and raise what those of AsyncPool do, and wait. What a load
+    or store has to come after is the work of the calling thread's current stream.
+    """
+
+    match = _waiting(AsyncPool.match)
+    load = _waiting(AsyncPool.load)
+    start_load = _handing(AsyncPool.start_load)
+    store = _handing(AsyncPool.store)
+
+    def __init__(self, registration: EngineRegistration, config: ClientConfig) -> None:
+        """Register with the agent, see AsyncPool.open; `kvpool.connect` does it for a PagedCache."""
+        self._open(lambda: AsyncPool.open(registration, config))
+
+    def _open(self, work: Callable[[], Awaitable[AsyncPool]]) -> None:
         self._loop = BackgroundLoop()
-        self._config = config
         try:
-            self._pool = self._loop.run(lambda: KvPool.open(plan, config))
+            self._pool = self._loop.run(work)
         except BaseException:
             self._loop.stop()
             raise
 
     @property
-    def pool(self) -> KvPool:
+    def pool(self) -> AsyncPool:
         """The asynchronous pool: only its plain properties may be read from here."""
         return self._pool
 
@@ -203,110 +246,24 @@ class SyncKvPool:
         """The loop that the pool lives on, for what works beside it."""
         return self._loop
 
-    def chain(self, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Chain:
-        """See KvPool.chain; runs in the calling thread."""
-        return self._pool.chain(tokens, extras)
+    @property
+    def connected(self) -> bool:
+        """Whether the agent can be asked now."""
+        return self._pool.connected
 
-    def extend(self, chain: Chain, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Chain:
-        """See KvPool.extend; runs in the calling thread."""
-        return self._pool.extend(chain, tokens, extras)
+    def prompt(self, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Prompt:
+        """See AsyncPool.prompt; runs in the calling thread."""
+        return self._pool.prompt(tokens, extras)
 
-    def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
-        """See KvPool.match."""
-        return self._loop.run(lambda: self._pool.match(chain, held_chunks=held_chunks, timeout_s=timeout_s))
+    def extend(self, prompt: Prompt, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Prompt:
+        """See AsyncPool.extend; runs in the calling thread."""
+        return self._pool.extend(prompt, tokens, extras)
 
-    def load(
-        self,
-        chain: Chain,
-        block_table: BlockIds,
-        *,
-        first_chunk: int,
-        end_chunk: int,
-        skip_tokens: int = 0,
-        timeout_s: float | None = None,
-        on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
-        after: EngineEvent | None = None,
-    ) -> LoadReport:
-        """See KvPool.load; on_progress is called on the client's thread."""
-        return self._loop.run(
-            lambda: self._pool.load(
-                chain,
-                block_table,
-                first_chunk=first_chunk,
-                end_chunk=end_chunk,
-                skip_tokens=skip_tokens,
-                timeout_s=timeout_s,
-                on_progress=on_progress,
-                after=after,
-            )
-        )
-
-    def begin_load(
-        self,
-        chain: Chain,
-        block_table: BlockIds,
-        *,
-        first_chunk: int,
-        end_chunk: int,
-        skip_tokens: int = 0,
-        timeout_s: float | None = None,
-        after: EngineEvent | None = None,
-    ) -> SyncLoadTicket:
-        """See KvPool.begin_load."""
-
-        async def begin() -> LoadTicket:
-            return self._pool.begin_load(
-                chain,
-                block_table,
-                first_chunk=first_chunk,
-                end_chunk=end_chunk,
-                skip_tokens=skip_tokens,
-                timeout_s=timeout_s,
-                after=after,
-            )
-
-        return SyncLoadTicket(self._loop, self._loop.run(begin))
-
-    def store(
-        self,
-        chain: Chain,
-        block_table: BlockIds,
-        *,
-        first_chunk: int,
-        end_chunk: int,
-        retention: Retention | None = None,
-        kept: Callable[[], bool] | None = None,
-        after: EngineEvent | None = None,
-    ) -> SyncStoreTicket:
-        """See KvPool.store; `kept` is called on the client's thread."""
-        ticket = self._loop.run(
-            lambda: self._pool.store(
-                chain,
-                block_table,
-                first_chunk=first_chunk,
-                end_chunk=end_chunk,
-                retention=retention,
-                kept=kept,
-                after=after,
-            )
-        )
-        return SyncStoreTicket(self._loop, ticket, self._config.store_timeout_s)
-
-    def wait_hold(self, hold: BlockHold, timeout_s: float) -> bool:
-        """Wait until blocks may be reused; False if timeout_s passed first."""
-        if hold.ended:
-            return True
-        try:
-            self._loop.run(hold.wait, timeout_s)
-        except KvPoolError:
-            return hold.ended
-        return True
-
-    def count(self, chain: Chain, *, own_tokens: int, load: LoadReport | None = None) -> RequestStats:
-        """See KvPool.count."""
+    def count(self, prompt: Prompt, *, own_tokens: int, load: LoadResult | None = None) -> RequestStats:
+        """See AsyncPool.count."""
 
         async def count() -> RequestStats:
-            return self._pool.count(chain, own_tokens=own_tokens, load=load)
+            return self._pool.count(prompt, own_tokens=own_tokens, load=load)
 
         return self._loop.run(count)
 
@@ -321,3 +278,19 @@ class SyncKvPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def connect(
+    agent: str,
+    cache: PagedCache,
+    *,
+    engine_name: str = "",
+    keyspace_name: str = "",
+    config: ClientConfig | None = None,
+) -> Pool:
+    """Share an engine's KV cache through the agent at `agent`, usually "unix:/path". See AsyncPool.connect."""
+    pool = Pool.__new__(Pool)
+    pool._open(
+        lambda: AsyncPool.connect(agent, cache, engine_name=engine_name, keyspace_name=keyspace_name, config=config)
+    )
+    return pool

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvpool.client.config import ClientConfig
 from kvpool.client.gpuagent_control import AgentControl
 from kvpool.client.peer_pulls import DEFAULT_WAIT_S, PeerPulls, PullHandle, PullReport, TokenPull
-from kvpool.client.sync import BackgroundLoop, SyncKvPool
+from kvpool.client.sync import BackgroundLoop, Pool
 from kvpool.core.errors import DeadlineExceeded
 from kvpool.core.ipc import EngineEvent
 
@@ -47,7 +47,7 @@ class SyncPullTicket:
 class SyncPeerPulls:
     """PeerPulls of a pool's session. Close it before the pool."""
 
-    def __init__(self, pool: SyncKvPool, agent_endpoint: str, config: ClientConfig) -> None:
+    def __init__(self, pool: Pool, agent_endpoint: str, config: ClientConfig) -> None:
         """agent_endpoint: of the pool's agent."""
         self._pool, self._loop, self._config = pool, pool.background, config
 

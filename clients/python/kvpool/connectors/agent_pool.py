@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -14,24 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import EngineMatchRun
-from kvpool.client.engine_registration import EnginePlan, OfferFd
+from kvpool.client.engine_items import EngineMatchRun, LoadResult, StoreResult
+from kvpool.client.engine_registration import EngineRegistration, OfferFd
 from kvpool.client.fds import offer_fd
-from kvpool.client.hashing import Chain
-from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import LoadTicket
-from kvpool.client.retry import TRANSIENT, Backoff
-from kvpool.client.sync import BackgroundLoop
+from kvpool.client.handle import AsyncHandle
+from kvpool.client.hashing import Prompt
+from kvpool.client.pool import AsyncPool
+from kvpool.client.retry import LATER, Backoff
+from kvpool.client.sync import BackgroundLoop, Handle
 from kvpool.connectors.block_memory import BlockMemory
-from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, RunningLoad, StoredChunks
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable, WireVersionRefused
+from kvpool.connectors.prefix_pool import ChunkSpan
+from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 
 _log = logging.getLogger(__name__)
-# The cluster is not there now, but it may come: everything else needs another configuration.
-_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable, WireVersionRefused)
 
 
 class AgentPool:
@@ -55,7 +52,7 @@ class AgentPool:
         self._memory = memory
         self._config, self._offer = config, offer
         self._chunk_tokens = spec.chunk_tokens
-        self._plan = EnginePlan(
+        self._plan = EngineRegistration(
             endpoint=config.agent_endpoint,
             engine_name=engine_name,
             keyspace_name=keyspace_name,
@@ -65,7 +62,7 @@ class AgentPool:
             events=memory.events,
         )
         self._loop = BackgroundLoop()
-        self._pool: KvPool | None = None
+        self._pool: AsyncPool | None = None
         self._opening: Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # touched on the loop only
 
@@ -77,7 +74,7 @@ class AgentPool:
         """
         try:
             self._loop.run(self._open)
-        except _LATER as error:
+        except LATER as error:
             _log.warning("kvpool: computing everything until the agent can be reached: %s", error)
             self._opening = self._loop.start(self._open_later)
 
@@ -88,41 +85,39 @@ class AgentPool:
     def match(self, chain: Sequence[bytes], held_chunks: int) -> Sequence[EngineMatchRun]:
         """See PrefixPool."""
         pool = self._reached()
-        found = self._loop.run(lambda: pool.match(self._chain(chain), held_chunks=held_chunks))
+        found = self._loop.run(lambda: pool.match(self._prompt(chain), held_chunks=held_chunks))
         if found.error is not None:
             raise found.error
         return found.runs
 
-    def begin_load(
+    def start_load(
         self,
         span: ChunkSpan,
         timeout_s: float,
         on_released: Callable[[], None],
         compute_us_per_token: float = 0.0,
-    ) -> RunningLoad:
+    ) -> Handle[LoadResult]:
         """See PrefixPool."""
-        pool, after, started_s = self._reached(), self._memory.record(), time.perf_counter()
-
-        async def begin() -> LoadTicket:
-            return pool.begin_load(
-                self._chain(span.chain),
+        pool, event = self._reached(), self._memory.record()
+        handle = self._loop.run_begun(
+            pool.start_load(
+                self._prompt(span.chain),
                 _block_table(span),
                 first_chunk=span.first_index,
                 end_chunk=len(span.chain),
                 timeout_s=timeout_s,
-                after=after,
+                wait_event=event,
                 compute_us_per_token=compute_us_per_token,
             )
+        )
+        self._loop.start(lambda: self._begin(_release_after(handle, on_released)))
+        return Handle(self._loop, handle)
 
-        ticket = self._loop.run(begin)
-        ended = self._loop.start(lambda: self._end_load(ticket, started_s, on_released))
-        return _AgentLoad(self._loop, ticket, ended, len(span.blocks))
-
-    def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
+    def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoreResult], None]) -> None:
         """See PrefixPool."""
         try:
-            pool, after = self._reached(), self._memory.record()
-            self._loop.start(lambda: self._begin(self._store(pool, span, after, on_released, on_done)))
+            pool, event = self._reached(), self._memory.record()
+            self._loop.start(lambda: self._begin(self._store(pool, span, event, on_released, on_done)))
         except KvPoolError as error:
             on_released()
             on_done(_failed(span, error))
@@ -136,17 +131,17 @@ class AgentPool:
             self._loop.stop()
             self._memory.close(untouched=untouched)
 
-    def _reached(self) -> KvPool:
+    def _reached(self) -> AsyncPool:
         if self._pool is None:
             raise ServiceUnavailable("the agent was never reached")
         return self._pool
 
-    def _chain(self, hashes: Sequence[bytes]) -> Chain:
+    def _prompt(self, hashes: Sequence[bytes]) -> Prompt:
         # One token more than the chunks have: the connector sees to it that the prompt's last token is computed.
-        return Chain(self._chunk_tokens, len(hashes) * self._chunk_tokens + 1, b"".join(hashes))
+        return Prompt(self._chunk_tokens, len(hashes) * self._chunk_tokens + 1, b"".join(hashes))
 
     async def _open(self) -> None:
-        self._pool = await KvPool.open(self._plan, self._config, offer=self._offer)
+        self._pool = await AsyncPool.open(self._plan, self._config, offer=self._offer)
 
     async def _open_later(self) -> None:
         backoff = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s)
@@ -155,50 +150,36 @@ class AgentPool:
             try:
                 await self._open()
                 _log.info("kvpool: the agent is reached now")
-            except _LATER as error:
+            except LATER as error:
                 _log.debug("kvpool: the agent cannot be reached yet: %s", error)
             except KvPoolError as error:
                 _log.error("kvpool: not used in this process: %s", error)
                 return
 
-    async def _end_load(self, ticket: LoadTicket, started_s: float, on_released: Callable[[], None]) -> LoadedChunks:
-        report = await ticket.report()
-        duration_s = time.perf_counter() - started_s
-        if report.hold.ended:
-            on_released()
-        else:
-            await self._begin(_release_after(report.hold.wait(), on_released))
-        failure = str(report.error) if report.error is not None else ""
-        return LoadedChunks(
-            chunk_count=report.loaded_chunks, tokens=report.tokens, duration_s=duration_s, failure=failure
-        )
-
     async def _store(
         self,
-        pool: KvPool,
+        pool: AsyncPool,
         span: ChunkSpan,
-        after: EngineEvent | None,
+        event: EngineEvent | None,
         on_released: Callable[[], None],
-        on_done: Callable[[StoredChunks], None],
+        on_done: Callable[[StoreResult], None],
     ) -> None:
-        outcome = _failed(span, ServiceUnavailable("the pool was closed"))
+        result = _failed(span, ServiceUnavailable("the pool was closed"))
         try:
-            ticket = await pool.store(
-                self._chain(span.chain),
+            handle = await pool.store(
+                self._prompt(span.chain),
                 _block_table(span),
                 first_chunk=span.first_index,
                 end_chunk=len(span.chain),
-                after=after,
+                wait_event=event,
             )
-            await self._begin(_release_after(ticket.wait_reusable(), on_released))
-            report = await ticket.report(self._config.store_timeout_s)
-            failed = tuple(sorted(index - span.first_index for index in report.failed_chunks))
-            outcome = StoredChunks(failed=failed, failure="; ".join({str(e) for e in report.failed_chunks.values()}))
+            await self._begin(_release_after(handle, on_released))
+            result = await handle.result()
         except KvPoolError as error:
             on_released()  # it was refused before anything began
-            outcome = _failed(span, error)
+            result = _failed(span, error)
         finally:
-            on_done(outcome)
+            on_done(result)
 
     async def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -215,26 +196,8 @@ class AgentPool:
         return self._pool is None or self._pool.session.released.is_set()
 
 
-class _AgentLoad:
-    """Implements RunningLoad."""
-
-    def __init__(self, loop: BackgroundLoop, ticket: LoadTicket, ended: Future[LoadedChunks], chunk_count: int) -> None:
-        self._loop, self._ticket, self._ended, self._chunk_count = loop, ticket, ended, chunk_count
-
-    def wait_layers(self, layers: int) -> bool:
-        """See RunningLoad."""
-        in_time = self._ticket.layers_loaded >= layers or self._loop.run(lambda: self._ticket.wait_layers(layers))
-        if in_time and not self._ticket.failed_chunks:
-            return True
-        return self.result().chunk_count == self._chunk_count
-
-    def result(self) -> LoadedChunks:
-        """See RunningLoad."""
-        return self._ended.result()
-
-
-async def _release_after(hold: Coroutine[Any, Any, None], on_released: Callable[[], None]) -> None:
-    await hold
+async def _release_after(handle: AsyncHandle[Any], on_released: Callable[[], None]) -> None:
+    await handle.wait_released()
     on_released()
 
 
@@ -243,5 +206,5 @@ def _block_table(span: ChunkSpan) -> npt.NDArray[np.int64]:
     return np.array([*([0] * span.first_index), *span.blocks], dtype=np.int64)
 
 
-def _failed(span: ChunkSpan, error: KvPoolError) -> StoredChunks:
-    return StoredChunks(failed=tuple(range(len(span.blocks))), failure=str(error))
+def _failed(span: ChunkSpan, error: KvPoolError) -> StoreResult:
+    return StoreResult(failed_chunks=dict.fromkeys(range(span.first_index, len(span.chain)), error))

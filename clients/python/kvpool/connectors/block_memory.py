@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # An agent that hangs must not hang the engine: rather than wait longer for an event the stream is waited for.
 _EVENT_WAIT_S = 0.05
-# An agent that did not say that it has let go may still write there. Nobody else gets this memory then.
+# An agent that did not say that it has let go may still write there. This memory is not given out again then.
 _abandoned: list[object] = []
 
 
 class BlockMemory(Protocol):
-    """One piece of memory, as an agent is told of it."""
+    """One piece of memory, as an agent maps it."""
 
     @property
     def regions(self) -> tuple[SharedMemoryRegion, ...] | tuple[GpuRegion, ...]:
-        """For EnginePlan."""
+        """For EngineRegistration."""
 
     @property
     def events(self) -> EventSlots | None:
-        """For EnginePlan."""
+        """For EngineRegistration."""
 
     def bytes_of(self) -> memoryview | torch.Tensor:
         """All of it, writable: a buffer, or a tensor of bytes."""

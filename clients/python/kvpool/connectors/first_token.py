@@ -29,7 +29,7 @@ class FirstTokenTimer:
             self._streamer.put(value)
 
     def restart(self) -> None:
-        """The generation begins anew after it failed before its first token."""
+        """The generation begins again after it failed before its first token."""
         self._prompt_comes_again = self._prompt_seen
 
     def end(self) -> None:

@@ -16,9 +16,9 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from kvpool.connectors.direct_config import DirectPoolConfig
-from kvpool.connectors.direct_pool import DirectPool
-from kvpool.connectors.direct_sync import DirectSyncPool
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_pool import AsyncStorePages
+from kvpool.client.store_sync import StorePages
 from kvpool.connectors.lmcache_objects import ObjectBatch, ObjectNames, layout_of_description, layout_of_object
 from kvpool.core.errors import InvalidRequest, KvPoolError
 
@@ -60,17 +60,17 @@ class L2AdapterCalls:
         from lmcache.v1.platform import create_event_notifier
 
         own = {"model_revision", "salt"}
-        unknown = sorted(set(adapter_params) - own - DirectPoolConfig.names())
+        unknown = sorted(set(adapter_params) - own - StoreConfig.names())
         if unknown:
-            known = ", ".join(sorted(own | DirectPoolConfig.names()))
+            known = ", ".join(sorted(own | StoreConfig.names()))
             raise InvalidRequest(f"unknown adapter_params {', '.join(unknown)}; known are {known}")
-        config = DirectPoolConfig.of(adapter_params)
+        config = StoreConfig.of(adapter_params)
         if "model_revision" not in adapter_params:
             _log.warning("kvpool: no model_revision is set; set one, or other weights of a model are taken for these")
         self._names = ObjectNames(
             str(adapter_params.get("model_revision", "unspecified")), str(adapter_params.get("salt", ""))
         )
-        self._pool = DirectSyncPool(config, "lmcache")
+        self._pool = StorePages(config, "lmcache")
         self._lock = threading.Lock()
         self._next_id = 0
         self._running = 0
@@ -97,16 +97,16 @@ class L2AdapterCalls:
 
         fresh: list[int] = []
 
-        async def work(pool: DirectPool) -> object:
+        async def work(pool: AsyncStorePages) -> object:
             batch = ObjectBatch(self._names, keys, [layout_of_object(one) for one in objects], objects)
             stored = await batch.store(pool, fresh)
             return L2StoreResult(all(stored), sum(objects[at].get_size() for at in fresh))
 
-        def told(result: object) -> None:
+        def notify(result: object) -> None:
             if fresh:
                 self._tell("_notify_keys_stored", [keys[at] for at in fresh], [objects[at].get_size() for at in fresh])
 
-        return self._submit("store", work, L2StoreResult(False, 0), told)
+        return self._submit("store", work, L2StoreResult(False, 0), notify)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         """Results of all stores that have ended since the last call, by task."""
@@ -117,7 +117,7 @@ class L2AdapterCalls:
     def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Mapping[int, Any]) -> int:
         """Begin to look objects up. Nothing is locked."""
 
-        async def work(pool: DirectPool) -> object:
+        async def work(pool: AsyncStorePages) -> object:
             layouts = [layout_of_description(group_layout_descs.get(key.object_group_id)) for key in keys]
             return _bitmap(await ObjectBatch(self._names, keys, layouts).find(pool))
 
@@ -134,16 +134,16 @@ class L2AdapterCalls:
         """Begin to read objects into the memory of `objects`, which is written until the task has ended."""
         loaded: list[bool] = []
 
-        async def work(pool: DirectPool) -> object:
+        async def work(pool: AsyncStorePages) -> object:
             batch = ObjectBatch(self._names, keys, [layout_of_object(one) for one in objects], objects)
             loaded.extend(await batch.load(pool))
             return _bitmap(loaded)
 
-        def told(result: object) -> None:
+        def notify(result: object) -> None:
             if any(loaded):
                 self._tell("_notify_keys_accessed", [key for key, one in zip(keys, loaded, strict=True) if one])
 
-        return self._submit("load", work, _bitmap([False] * len(keys)), told)
+        return self._submit("load", work, _bitmap([False] * len(keys)), notify)
 
     def query_load_result(self, task_id: int) -> Any:
         """A bitmap of the objects that were read, verified; None while the load goes on."""
@@ -190,11 +190,11 @@ class L2AdapterCalls:
     def _submit(
         self,
         kind: str,
-        work: Callable[[DirectPool], Awaitable[object]],
+        work: Callable[[AsyncStorePages], Awaitable[object]],
         failed: object,
-        told: Callable[[object], None] = lambda result: None,
+        notify: Callable[[object], None] = lambda result: None,
     ) -> int:
-        """failed: the result if the work cannot be done. told: called with the result before it can be fetched."""
+        """failed: the result if the work cannot be done. notify: called with the result before it can be fetched."""
         with self._lock:
             task_id, self._next_id = self._next_id, self._next_id + 1
             room = self._running + sum(map(len, self._results.values())) < _TASKS_MAX
@@ -204,7 +204,7 @@ class L2AdapterCalls:
             result = failed
             if not task.cancelled() and (error := task.exception()) is None:
                 result = task.result()
-                _heard(told, result)
+                _notify(notify, result)
             elif not task.cancelled() and not isinstance(error, KvPoolError):
                 _log.error("kvpool: a %s task failed", kind, exc_info=error)
             self._end(kind, task_id, result)
@@ -237,10 +237,10 @@ class L2AdapterCalls:
         getattr(self, name)(*arguments)
 
 
-def _heard(told: Callable[[object], None], result: object) -> None:
+def _notify(notify: Callable[[object], None], result: object) -> None:
     """A listener of LMCache that fails must not keep the task's result from being fetched."""
     try:
-        told(result)
+        notify(result)
     except Exception:
         _log.exception("kvpool: a listener of LMCache failed")
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from kvpool.connectors.direct_pool import DirectPool
-from kvpool.connectors.direct_sync import LATER
-from kvpool.connectors.direct_values import ChunkPlace, OpenSpace, SharedSpace
+from kvpool.client.object_store import AsyncObjects, object_space
+from kvpool.client.store_pool import AsyncStorePages
+from kvpool.client.store_values import KeyspaceShards
 from kvpool.core.errors import KvPoolError
-from kvpool.core.foreign_keys import foreign_chunk_hash, object_keyspace, object_range, salt_of
-from kvpool.core.grid import ShardGrid
-from kvpool.core.payload import ShardPayload
 
 _log = logging.getLogger(__name__)
 
@@ -58,28 +55,21 @@ class ObjectNames:
     model_revision: str
     salt: str
 
-    def space(self, model_name: str, layout: ObjectLayout) -> SharedSpace:
+    def space(self, model_name: str, layout: ObjectLayout) -> KeyspaceShards:
         """The keyspace of a model's objects of one layout."""
         return _space(self, model_name, layout)
 
 
 @lru_cache(maxsize=1024)
-def _space(names: ObjectNames, model_name: str, layout: ObjectLayout) -> SharedSpace:
-    spec = object_keyspace(
-        engine="lmcache",
-        kind=layout.kind[:900],
-        model_id=model_name,
-        model_revision=names.model_revision,
-        size_bytes=layout.size_bytes,
-        salt=salt_of("lmcache", [names.salt, layout.kind]),
+def _space(names: ObjectNames, model_name: str, layout: ObjectLayout) -> KeyspaceShards:
+    return object_space(
+        "lmcache", model_name, names.model_revision, layout.size_bytes, kind=layout.kind, salt=[names.salt]
     )
-    return SharedSpace.of("lmcache", spec, ShardGrid.of(spec).all_shards)
 
 
-def object_hash(hash_key: bytes, key: Any) -> bytes:
-    """16 bytes for LMCache's ObjectKey: rank, group and its users' salt are part of it."""
-    parts = (key.chunk_hash, str(key.kv_rank).encode(), str(key.object_group_id).encode(), key.cache_salt.encode())
-    return foreign_chunk_hash(hash_key, parts)
+def object_key(key: Any) -> tuple[bytes, ...]:
+    """LMCache's ObjectKey as the store takes it: rank, group and its users' salt are part of it."""
+    return key.chunk_hash, str(key.kv_rank).encode(), str(key.object_group_id).encode(), key.cache_salt.encode()
 
 
 class ObjectBatch:
@@ -94,89 +84,50 @@ class ObjectBatch:
     ) -> None:
         """objects: their memory, if it is needed."""
         self._keys, self._objects = keys, objects
-        self._groups: dict[SharedSpace, list[int]] = {}
+        self._groups: dict[KeyspaceShards, list[int]] = {}
         self._sizes = [layout.size_bytes if layout is not None else 0 for layout in layouts]
         for at, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
             if layout is not None:
                 self._groups.setdefault(names.space(key.model_name, layout), []).append(at)
 
-    async def find(self, pool: DirectPool) -> list[bool]:
+    async def find(self, pages: AsyncStorePages) -> list[bool]:
         """Which of them are in the cluster."""
-        found = [False] * len(self._keys)
-        for opened, members in await self._opened(pool):
-            self._spread(found, members, await pool.find(opened, self._chunks(opened, members)))
-        return found
+        return await self._each(pages, lambda objects, members: objects.exists(self._named(members)))
 
-    async def load(self, pool: DirectPool) -> list[bool]:
+    async def load(self, pages: AsyncStorePages) -> list[bool]:
         """Read them; which of them came."""
-        loaded = [False] * len(self._keys)
-        for opened, members in await self._opened(pool):
-            views = self._views(members)
+        return await self._each(
+            pages, lambda objects, members: objects.get(self._named(members), self._memory(members))
+        )
 
-            def take(
-                position: int,
-                shard: int,
-                payload: memoryview,
-                opened: OpenSpace = opened,
-                members: Sequence[int] = members,
-                views: Sequence[memoryview] = views,
-            ) -> None:
-                part = object_range(_shape(opened, shard), self._sizes[members[position]])
-                with payload[: part.size_bytes] as used:
-                    views[position][part.offset_bytes : part.end_bytes] = used
-
-            self._spread(loaded, members, await pool.get(opened, self._chunks(opened, members), take))
-        return loaded
-
-    async def store(self, pool: DirectPool, fresh: list[int]) -> list[bool]:
+    async def store(self, pages: AsyncStorePages, fresh: list[int]) -> list[bool]:
         """Write them; which of them are in the cluster now. fresh: gets the positions of those that were not before."""
-        stored = [False] * len(self._keys)
-        for opened, members in await self._opened(pool):
-            views = self._views(members)
-            written: set[int] = set()
 
-            def fill(
-                position: int,
-                shard: int,
-                payload: memoryview,
-                opened: OpenSpace = opened,
-                members: Sequence[int] = members,
-                views: Sequence[memoryview] = views,
-                written: set[int] = written,
-            ) -> None:
-                written.add(position)
-                part = object_range(_shape(opened, shard), self._sizes[members[position]])
-                payload[: part.size_bytes] = views[position][part.offset_bytes : part.end_bytes]
-                payload[part.size_bytes :] = bytes(payload.nbytes - part.size_bytes)
+        async def put(objects: AsyncObjects, members: Sequence[int]) -> list[bool]:
+            written: list[int] = []
+            stored = await objects.put(self._named(members), self._memory(members), written=written)
+            fresh.extend(members[position] for position in written)
+            return stored
 
-            answer = await pool.put(opened, self._chunks(opened, members), fill)
-            self._spread(stored, members, answer)
-            fresh += sorted(members[position] for position in written if answer[position])
-        return stored
+        return await self._each(pages, put)
 
-    async def _opened(self, pool: DirectPool) -> list[tuple[OpenSpace, list[int]]]:
-        opened = []
+    async def _each(
+        self, pages: AsyncStorePages, work: Callable[[AsyncObjects, Sequence[int]], Awaitable[list[bool]]]
+    ) -> list[bool]:
+        """The answers of one call for each keyspace, in the order of the keys."""
+        answers = [False] * len(self._keys)
         for space, members in self._groups.items():
             try:
-                opened.append((await pool.open(space), members))
-            except LATER as error:
-                pool.note_failure("keyspace", error)
+                part = await work(AsyncObjects(pages, space, self._sizes[members[0]]), members)
             except KvPoolError as error:
                 _log.error("kvpool: objects of %s are not shared: %s", space.spec.model_id, error)
-        return opened
+                continue
+            for at, answer in zip(members, part, strict=True):
+                answers[at] = answer
+        return answers
 
-    def _chunks(self, opened: OpenSpace, members: Sequence[int]) -> list[ChunkPlace]:
-        return [ChunkPlace.alone(object_hash(opened.hash_key, self._keys[at])) for at in members]
+    def _named(self, members: Sequence[int]) -> list[tuple[bytes, ...]]:
+        return [object_key(self._keys[at]) for at in members]
 
-    def _views(self, members: Sequence[int]) -> list[memoryview]:
-        return [memoryview(self._objects[at].byte_array).cast("B") for at in members]
-
-    @staticmethod
-    def _spread(into: list[bool], members: Sequence[int], answer: Sequence[bool]) -> None:
-        for at, one in zip(members, answer, strict=True):
-            into[at] = one
-
-
-def _shape(opened: OpenSpace, shard: int) -> ShardPayload:
-    spec = opened.space.spec
-    return ShardPayload.of(spec, ShardGrid.of(spec), shard)
+    def _memory(self, members: Sequence[int]) -> list[memoryview]:
+        return [memoryview(self._objects[at].byte_array) for at in members]

@@ -10,12 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from kvpool.client.engine_items import EngineMatchRun
+from kvpool.client.engine_items import EngineMatchRun, LoadResult, StoreResult
+from kvpool.client.sync import Handle
 from kvpool.connectors.chunk_ledger import ChunkLedger, HeldChunk
-from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, PrefixPool, RunningLoad, StoredChunks
-from kvpool.connectors.running_prefix import FoundPrefix, RunningPrefix
+from kvpool.connectors.prefix import Prefix
+from kvpool.connectors.prefix_pool import ChunkSpan, PrefixPool
 from kvpool.core.chunks import Tokens, chunk_hashes
 from kvpool.core.errors import KvPoolError
 from kvpool.core.load_cost import LoadCost, LoadRun, leading
@@ -50,11 +50,11 @@ class PrefixCache:
         self._cost = LoadCost()
         self._loading: set[bytes] = set()  # chunks under way, by their own hashes
 
-    def find(self, tokens: Tokens) -> FoundPrefix:
+    def find(self, tokens: Tokens) -> Prefix:
         """The longest prefix of whole chunks that can be had, own or loaded, that leaves at least one token."""
         return self.begin(tokens).finish()
 
-    def begin(self, tokens: Tokens, *, ask_pool: bool = True) -> RunningPrefix:
+    def begin(self, tokens: Tokens, *, ask_pool: bool = True) -> Prefix:
         """The same, without waiting for what has to be loaded. The caller sees to it that it is finished.
 
         ask_pool: False leaves it at the engine's own chunks.
@@ -63,12 +63,12 @@ class PrefixCache:
         assert running is not None
         return running
 
-    def begin_beside(self, tokens: Tokens, *, ask_pool: bool = True) -> RunningPrefix | None:
+    def begin_beside(self, tokens: Tokens, *, ask_pool: bool = True) -> Prefix | None:
         """The same beside others that were begun. None: one of them loads the very chunk that is needed next; begin
         again when it is finished, and it will be found."""
         return self._begin(tokens, ask_pool=ask_pool, beside=True)
 
-    def _begin(self, tokens: Tokens, *, ask_pool: bool, beside: bool) -> RunningPrefix | None:
+    def _begin(self, tokens: Tokens, *, ask_pool: bool, beside: bool) -> Prefix | None:
         usable = tokens[: max(0, len(tokens) - 1)]
         own_hashes = chunk_hashes(_OWN_KEY, usable, self.chunk_tokens)
         with self._lock:
@@ -77,17 +77,16 @@ class PrefixCache:
                 return None
             blocks = [chunk.block for chunk in held]
             self._ledger.pin(blocks)
-        own = FoundPrefix(blocks=tuple(blocks), own_chunks=len(held))
         if len(held) == len(own_hashes) or self._pool is None or not ask_pool:
-            return RunningPrefix(own)
+            return Prefix(blocks)
         hash_key = self._pool.hash_key()
         if hash_key is None:
-            return RunningPrefix(replace(own, failure="the pool cannot be reached"))
+            return Prefix(blocks, failure="the pool cannot be reached")
         try:
             chain = chunk_hashes(hash_key, usable, self.chunk_tokens)
-            return self._begin_load(self._pool, chain, own_hashes, own)
+            return self._begin_load(self._pool, chain, own_hashes, blocks)
         except BaseException:
-            self.release(own)
+            self._unpin(blocks)
             raise
 
     def forget(self) -> None:
@@ -105,7 +104,7 @@ class PrefixCache:
         runs = self._pool.match(chunk_hashes(hash_key, tokens, self.chunk_tokens), held)
         return held + sum(run.chunk_count for run in runs)
 
-    def release(self, found: FoundPrefix) -> None:
+    def release(self, found: Prefix) -> None:
         """The blocks of a found prefix have been read."""
         with self._lock:
             self._ledger.unpin(found.blocks)
@@ -151,47 +150,47 @@ class PrefixCache:
         pool: PrefixPool,
         chain: Sequence[bytes],
         own_hashes: Sequence[bytes],
-        own: FoundPrefix,
-    ) -> RunningPrefix:
+        own_blocks: Sequence[int],
+    ) -> Prefix:
         started_s = time.perf_counter()
-        load: RunningLoad | None = None
+        load: Handle[LoadResult] | None = None
         blocks: list[int] = []
         runs: list[LoadRun] = []
-        failure = ""
+        failure, match_ms, own_chunks = "", 0.0, len(own_blocks)
         try:
-            runs = self._load_runs(pool.match(chain, own.own_chunks))
-            own = replace(own, match_ms=(time.perf_counter() - started_s) * 1e3)
+            runs = self._load_runs(pool.match(chain, own_chunks))
+            match_ms = (time.perf_counter() - started_s) * 1e3
             blocks = self._take(self._chunks_to_load(runs))
             runs = leading(runs, len(blocks))
             if blocks:
-                span = ChunkSpan(tuple(chain[: own.own_chunks + len(blocks)]), tuple(blocks))
+                span = ChunkSpan(tuple(chain[: own_chunks + len(blocks)]), tuple(blocks))
                 compute_ms = self._cost.compute_ms(len(blocks) * self.chunk_tokens)
                 timeout_s = self._cost.timeout_s(self._cost.load_ms(runs), compute_ms, self._load_timeout_s)
                 compute_us = (compute_ms or 0.0) * 1e3 / (len(blocks) * self.chunk_tokens)
                 timeout_s = min(timeout_s, self._load_timeout_s)
-                load = pool.begin_load(span, timeout_s, lambda: self._unpin(blocks), compute_us)
+                load = pool.start_load(span, timeout_s, lambda: self._unpin(blocks), compute_us)
                 self._cost.load_begun()
         except KvPoolError as error:
             failure = str(error)
             _log.warning("kvpool: computing instead of loading: %s", failure)
-            own = replace(own, match_ms=own.match_ms or (time.perf_counter() - started_s) * 1e3)
+            match_ms = match_ms or (time.perf_counter() - started_s) * 1e3
         finally:
             if load is None and blocks:
                 self._unpin(blocks)
                 self._bind((), blocks, 0)
         if load is None:
-            return RunningPrefix(replace(own, failure=failure))
-        hashes = own_hashes[own.own_chunks : own.own_chunks + len(blocks)]
+            return Prefix(own_blocks, match_ms=match_ms, failure=failure)
+        hashes = own_hashes[own_chunks : own_chunks + len(blocks)]
         with self._lock:
             self._loading.update(hashes)
 
-        def loaded(chunks: LoadedChunks) -> Sequence[int]:
-            if chunks.chunk_count == len(blocks) and len({run.source for run in runs}) == 1:
-                size_bytes = chunks.chunk_count * self._chunk_bytes
-                self._cost.note_load(runs[0].source, size_bytes, chunks.duration_s)
-            return self._bind(hashes, blocks, chunks.chunk_count)
+        def loaded(result: LoadResult) -> Sequence[int]:
+            if result.loaded_chunks == len(blocks) and len({run.source for run in runs}) == 1:
+                size_bytes = result.loaded_chunks * self._chunk_bytes
+                self._cost.note_load(runs[0].source, size_bytes, result.duration_s)
+            return self._bind(hashes, blocks, result.loaded_chunks)
 
-        return RunningPrefix(own, load, blocks, loaded)
+        return Prefix(own_blocks, load=load, blocks=blocks, bind=loaded, match_ms=match_ms)
 
     def _load_runs(self, runs: Sequence[EngineMatchRun]) -> list[LoadRun]:
         return [
@@ -244,7 +243,7 @@ class PrefixCache:
             self._ledger.pin(span.blocks)
             self._stores_running += 1
             for chunk in chunks:
-                chunk.pooled = True  # taken back if the store fails: until then nobody stores it again
+                chunk.pooled = True  # taken back if the store fails: until then it is not stored again
         store = _Store(self, span, chunks)
         self._pool.store(span, store.on_released, store.on_done)
 
@@ -269,7 +268,9 @@ class _Store:
     def on_released(self) -> None:
         self._cache._unpin(self._span.blocks)
 
-    def on_done(self, stored: StoredChunks) -> None:
-        if stored.failure:
-            _log.warning("kvpool: %d chunks were not stored: %s", len(stored.failed), stored.failure)
-        self._cache._end_store([self._chunks[position] for position in stored.failed])
+    def on_done(self, stored: StoreResult) -> None:
+        failed = stored.failed_chunks
+        if failed:
+            why = "; ".join(sorted({str(error) for error in failed.values()}))
+            _log.warning("kvpool: %d chunks were not stored: %s", len(failed), why)
+        self._cache._end_store([self._chunks[index - self._span.first_index] for index in failed])

@@ -18,9 +18,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvpool.connectors.direct_config import DirectPoolConfig
-from kvpool.connectors.direct_sync import DirectSyncPool
-from kvpool.connectors.direct_values import ChunkPlace, OpenSpace
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_sync import StorePages
+from kvpool.client.store_values import ChunkPlace, OpenedShards
 from kvpool.connectors.sglang_pools import HostPages, Identity, StorageConfig, host_pages
 from kvpool.connectors.strided_pages import StridedPages, bytes_of
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
@@ -56,9 +56,9 @@ class HiCacheCalls:
         settings = storage_config.extra_config or {}
         self._identity = _identity(settings, storage_config)
         self._config = storage_config
-        self._pool = DirectSyncPool(DirectPoolConfig.of(settings), f"sglang tp {storage_config.tp_rank}")
+        self._pool = StorePages(StoreConfig.of(settings), f"sglang tp {storage_config.tp_rank}")
         self._host: HostPages | None = None
-        self._space: OpenSpace | None = None
+        self._space: OpenedShards | None = None
         self._transfers = _Transfers()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -177,13 +177,13 @@ class HiCacheCalls:
         """End the session with the cluster. Idempotent."""
         self._pool.close()
 
-    def _opened(self) -> OpenSpace | None:
+    def _opened(self) -> OpenedShards | None:
         if self._space is None and self._host is not None:
             self._space = self._pool.open(self._host.space)
         return self._space
 
-    def _places(self, space: OpenSpace, keys: Sequence[str], extra_info: Any) -> list[ChunkPlace]:
-        """SGLang names the keys before a call's first one only if told to; without them each page stands alone."""
+    def _places(self, space: OpenedShards, keys: Sequence[str], extra_info: Any) -> list[ChunkPlace]:
+        """SGLang names the keys before a call's first one only if configured to; else each page stands alone."""
         hashes = [foreign_chunk_hash(space.hash_key, [key.encode()]) for key in keys]
         if not self._identity.chained:
             return [ChunkPlace.alone(chunk_hash) for chunk_hash in hashes]
@@ -208,7 +208,7 @@ class HiCacheCalls:
             _log.error("kvpool: not served: %s", error)
             return None
 
-    def _page_bytes(self, space: OpenSpace) -> int:
+    def _page_bytes(self, space: OpenedShards) -> int:
         return sum(space.payload_bytes(shard) for shard in range(64) if space.space.shards >> shard & 1)
 
 
@@ -247,9 +247,9 @@ def _page_numbers(host: HostPages, keys: Sequence[str], host_indices: Any) -> li
 
 def _identity(settings: dict[str, Any], config: StorageConfig) -> Identity:
     own = {one.name for one in fields(Identity)}
-    unknown = sorted(set(settings) - own - DirectPoolConfig.names() - _SGLANG_SETTINGS)
+    unknown = sorted(set(settings) - own - StoreConfig.names() - _SGLANG_SETTINGS)
     if unknown:
-        known = ", ".join(sorted(own | DirectPoolConfig.names()))
+        known = ", ".join(sorted(own | StoreConfig.names()))
         raise InvalidRequest(f"unknown settings {', '.join(unknown)}; known are {known}")
     given = {name: settings[name] for name in own if name in settings}
     model_id = given.pop("model_id", None) or config.model_name

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from kvpool.connectors.direct_values import SharedSpace
+from kvpool.client.store_values import KeyspaceShards
 from kvpool.connectors.strided_pages import Bytes, StridedPages, bytes_of
 from kvpool.core.cache_axes import CacheAxes
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
@@ -66,7 +66,7 @@ class Identity:
 class HostPages:
     """A host pool whose pages are shared."""
 
-    space: SharedSpace
+    space: KeyspaceShards
     pages: StridedPages
     page_tokens: int
     flat: FlatPages
@@ -120,7 +120,7 @@ def host_pages(pool: Any, config: StorageConfig, identity: Identity) -> HostPage
             refused = error  # then each rank's pages are its own
             continue
         return HostPages(
-            space=SharedSpace.of("sglang", spec, pages.shards, identity.keyspace_name),
+            space=KeyspaceShards.of("sglang", spec, pages.shards, identity.keyspace_name),
             pages=pages,
             page_tokens=pool.page_size,
             flat=FlatPages(spec, axes, layers, heads),

@@ -11,7 +11,6 @@ The tokens are those that `model.generate` gives without it. Whatever fails in k
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -25,23 +24,22 @@ from kvpool.client.tls import tls_from_environment
 from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import block_memory
 from kvpool.connectors.first_token import FirstTokenTimer
+from kvpool.connectors.prefix import Prefix
 from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.prefix_pool import PrefixPool
-from kvpool.connectors.running_prefix import RunningPrefix
 from kvpool.connectors.transformers_arguments import CheckedCall, check_arguments
 from kvpool.connectors.transformers_batch import FilledBatch, fill_batch, len_to_end, own_tokens, pads_cleanly
 from kvpool.connectors.transformers_blocks import KvBlocks, PrefixLost, block_bytes, block_layout
 from kvpool.connectors.transformers_caches import new_cache
-from kvpool.connectors.transformers_model import keyspace_spec, model_name, weights_digest
+from kvpool.connectors.transformers_model import shared_model
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.keyspace import DEFAULT_CHUNK_TOKENS, KeyspaceSpec
+from kvpool.core.model import ENGINE_CHUNK_TOKENS
 
 if TYPE_CHECKING:
     import torch
     from transformers import Cache, DynamicCache, PreTrainedModel
 
 DEFAULT_CACHE_BYTES = 1 << 30
-_KEYSPACE_NAME_MAX = 128  # characters, of the index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +81,10 @@ class SharedPrefixGenerator:
         model_id: str | None = None,
         model_revision: str | None = None,
         keyspace_name: str | None = None,
-        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        chunk_tokens: int = ENGINE_CHUNK_TOKENS,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         engine_name: str = "transformers",
-        salt: bytes = b"",
+        salt: str | bytes = "",
         load_timeout_s: float = 30.0,
         match_timeout_s: float = 0.5,
         connect_timeout_s: float | None = None,
@@ -94,7 +92,8 @@ class SharedPrefixGenerator:
     ) -> SharedPrefixGenerator:
         """A generator that shares prefixes through the gpuagent at `agent` ("unix:/path" or "host:port").
 
-        model_revision: what the weights are; by default a digest over all of them, which reads them once.
+        model_revision: what the weights are; by default a digest of samples of their files, as vLLM's connector takes
+        it too, or of all of them in memory where they are not those of the files.
         keyspace_name: what operators see; by default made of model_id, revision, element type and chunk_tokens.
         cache_bytes: of the engine's own chunks: on the model's GPU, which is the agent's then, or in shared memory.
         load_timeout_s: of the first loads; later ones may take as long as computing would, but a second at least.
@@ -104,13 +103,10 @@ class SharedPrefixGenerator:
         raises: GeometryUnsupported naming the model and what cannot be shared; KeyspaceMismatch naming the field;
         InvalidRequest; NotServed if the agent serves another kind of device than the model's.
         """
-        spec = keyspace_spec(
-            model,
-            model_id=model_id or model_name(model),
-            model_revision=model_revision or weights_digest(model),
-            chunk_tokens=chunk_tokens,
-            salt=salt,
+        shared = shared_model(
+            model, model_id=model_id, model_revision=model_revision, chunk_tokens=chunk_tokens, salt=salt
         )
+        spec = shared.spec
         block_count = cache_bytes // block_bytes(spec)
         if block_count < 1:
             raise InvalidRequest(
@@ -119,7 +115,7 @@ class SharedPrefixGenerator:
         layout = block_layout(spec, block_count)
         config = _client_config(agent, model.device.type, match_timeout_s, connect_timeout_s)
         memory = block_memory(layout.handle_sizes[0], model.device)
-        pool = AgentPool(spec, layout, keyspace_name or default_keyspace_name(spec), engine_name, config, memory)
+        pool = AgentPool(spec, layout, keyspace_name or shared.keyspace_name, engine_name, config, memory)
         try:
             blocks = KvBlocks(spec, block_count, memory.bytes_of())
             pool.open()
@@ -243,9 +239,7 @@ class SharedPrefixGenerator:
         )
         return GenerationResult(sequences=sequences, output=output, stats=stats)
 
-    def _compute(
-        self, call: CheckedCall, running: RunningPrefix, first_token: FirstTokenTimer
-    ) -> tuple[Any, DynamicCache]:
+    def _compute(self, call: CheckedCall, running: Prefix, first_token: FirstTokenTimer) -> tuple[Any, DynamicCache]:
         """Generate while the prefix comes in; if it does not come as a whole, once more with what has come."""
         kv_cache = self._blocks.to_cache(running.blocks, self._model, running.wait_layers)
         try:
@@ -290,11 +284,3 @@ def _client_config(
         # An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
         connect_timeout_s = 60.0
     return config if connect_timeout_s is None else replace(config, connect_timeout_s=connect_timeout_s)
-
-
-def default_keyspace_name(spec: KeyspaceSpec) -> str:
-    """A name that the index takes, and that differs whenever the keyspace does, as far as a reader can tell."""
-    salted = f"-salt-{spec.salt.hex()[:16]}" if spec.salt else ""
-    what = f":{spec.model_revision[:16]}-{spec.dtype.name.lower()}-{spec.chunk_tokens}{salted}"
-    whole = re.sub(r"[^A-Za-z0-9._:/-]", "-", f"{spec.model_id}{what}")
-    return whole[-_KEYSPACE_NAME_MAX:]  # the end is what differs

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.client.request_stats import RequestStats
 from kvpool.connectors.batch_plan import GPU_PASS_TOKENS, PASS_TOKENS, BatchPlan, RowPlan, plan_batch
+from kvpool.connectors.prefix import Prefix
 from kvpool.connectors.prefix_cache import PrefixCache
-from kvpool.connectors.running_prefix import FoundPrefix, RunningPrefix
 from kvpool.connectors.transformers_blocks import KvBlocks
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class FilledBatch:
     failure: str
 
     @classmethod
-    def of_one(cls, token_count: int, found: FoundPrefix, chunk_tokens: int) -> FilledBatch:
+    def of_one(cls, token_count: int, found: Prefix, chunk_tokens: int) -> FilledBatch:
         """A row of which all that was found is used."""
         row = _from_found(token_count, found, len(found.blocks) * chunk_tokens, chunk_tokens)
         return cls((row,), found.match_ms, found.load_ms, found.failure)
@@ -88,14 +88,14 @@ def fill_batch(
     )
 
 
-def find_rows(cache: PrefixCache, rows: Sequence[npt.NDArray[np.int64]]) -> list[FoundPrefix]:
+def find_rows(cache: PrefixCache, rows: Sequence[npt.NDArray[np.int64]]) -> list[Prefix]:
     """What is to be had of each row, all of it pinned. Loads of rows that have nothing in common run beside each other.
 
     A row that goes on with a chunk that another one loads waits for that one, and has the chunk from it. A pool that
     cannot be asked is not asked again, nor one from which nothing came.
     """
-    found: dict[int, FoundPrefix] = {}
-    running: dict[int, RunningPrefix] = {}
+    found: dict[int, Prefix] = {}
+    running: dict[int, Prefix] = {}
     ask_pool, left = True, list(range(len(rows)))
     try:
         while left:
@@ -106,12 +106,12 @@ def find_rows(cache: PrefixCache, rows: Sequence[npt.NDArray[np.int64]]) -> list
                     waiting.append(number)
                     continue
                 running[number] = begun
-                if begun.ended:
+                if begun.finished:
                     ask_pool = ask_pool and not begun.finish().failure
             for number in list(running):
                 found[number] = prefix = running[number].finish()
                 del running[number]
-                ask_pool = ask_pool and not (prefix.failure and not prefix.loaded.chunk_count)
+                ask_pool = ask_pool and not (prefix.failure and not prefix.loaded.loaded_chunks)
             left = waiting
     except BaseException:
         for prefix in (*found.values(), *(begun.finish() for begun in running.values())):
@@ -125,7 +125,7 @@ def _assemble(
     blocks: KvBlocks,
     rows: Sequence[npt.NDArray[np.int64]],
     width: int,
-    found: Sequence[FoundPrefix],
+    found: Sequence[Prefix],
     plan: BatchPlan,
 ) -> list[torch.Tensor]:
     """Of each layer [k and v, rows, heads, columns up to the cut, head dim]."""
@@ -158,7 +158,7 @@ def _compute(model: PreTrainedModel, row: npt.NDArray[np.int64], plan: RowPlan, 
         for number, layer in enumerate(own):
             cache.update(layer[:1, :, : plan.ready], layer[1:, :, : plan.ready], number)
     tokens = torch.tensor(row[plan.ready : end], dtype=torch.long, device=model.device).unsqueeze(0)
-    # Nobody looks at the logits, which are large.
+    # Nothing reads the logits, which are large.
     fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with torch.no_grad():
         model(input_ids=tokens, past_key_values=cache, use_cache=True, **fewer)
@@ -167,14 +167,14 @@ def _compute(model: PreTrainedModel, row: npt.NDArray[np.int64], plan: RowPlan, 
         layer[1, :, plan.ready : end] = computed.values[0, :, plan.ready :]
 
 
-def _row_stats(chunk_tokens: int, row: npt.NDArray[np.int64], found: FoundPrefix, plan: RowPlan) -> RequestStats:
+def _row_stats(chunk_tokens: int, row: npt.NDArray[np.int64], found: Prefix, plan: RowPlan) -> RequestStats:
     if plan.copied_from is not None:
         return RequestStats(own=plan.ready, recomputed=len(row) - plan.ready)
     return _from_found(len(row), found, plan.ready, chunk_tokens)
 
 
-def _from_found(token_count: int, found: FoundPrefix, used_tokens: int, chunk_tokens: int) -> RequestStats:
-    used = Chain(chunk_tokens, used_tokens + 1, b"")
+def _from_found(token_count: int, found: Prefix, used_tokens: int, chunk_tokens: int) -> RequestStats:
+    used = Prompt(chunk_tokens, used_tokens + 1, b"")
     stats = RequestStats.of(used, own_tokens=found.own_chunks * chunk_tokens, loaded=found.loaded.tokens)
     return stats + RequestStats(recomputed=token_count - stats.prompt)
 

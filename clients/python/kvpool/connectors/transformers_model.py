@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from kvpool.client.checkpoint import NOT_COMPUTED, read_config, read_header, tensor_windows, weights_digest
+from kvpool.connectors.checkpoints import checkpoint_place
 from kvpool.core.errors import GeometryUnsupported
-from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
+from kvpool.core.keyspace import Dtype, KvGroup
+from kvpool.core.model import ENGINE_CHUNK_TOKENS, Model, family_name
 
 if TYPE_CHECKING:
     import torch
@@ -16,14 +20,21 @@ if TYPE_CHECKING:
 
 # With these the rotation of a key depends on the length of the whole prompt, so equal prefixes have unequal KV.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-# Of a config: where it came from, not what it computes.
-_PROVENANCE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
+# Element types of safetensors that torch has, too.
+_STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def keyspace_spec(
-    model: PreTrainedModel, *, model_id: str, model_revision: str, chunk_tokens: int, salt: bytes = b""
-) -> KeyspaceSpec:
-    """The keyspace of a model's KV. Computes one token to see that the cache is what the config says.
+def shared_model(
+    model: PreTrainedModel,
+    *,
+    model_id: str | None = None,
+    model_revision: str | None = None,
+    chunk_tokens: int = ENGINE_CHUNK_TOKENS,
+    salt: str | bytes = "",
+) -> Model:
+    """The model as all engines describe it. Computes one token to see that the cache is what the config says.
+
+    model_revision: by default a digest of its checkpoint's files, or of its weights in memory if they are not those.
 
     raises: GeometryUnsupported naming the model and what it has that cannot be shared; InvalidRequest naming a bad
     chunk_tokens, model_id, model_revision or salt.
@@ -32,14 +43,71 @@ def keyspace_spec(
     if what is not None:
         raise _refused(model, what)
     group = geometry_of(model)
-    return KeyspaceSpec(
-        model_id=model_id,
-        model_revision=model_revision,
-        groups=(group,),
+    files = checkpoint_of(model)
+    config = model.config.get_text_config(decoder=True).to_dict()
+    stored = read_config(files) if files is not None else {}
+    quantization = config.get("quantization_config") if "quantization_config" not in stored else None
+    return Model(
+        model_id or family_name(config),
+        model_revision or (weights_digest(files) if files is not None else None) or memory_digest(model),
+        layers=group.layers,
+        kv_heads=group.kv_heads,
+        head_dim=group.head_dim,
         dtype=_probe(model, group),
         chunk_tokens=chunk_tokens,
-        salt=salt,
+        rope=config,
+        quantization=json.dumps(quantization, sort_keys=True, default=str) if quantization else None,
+        variant=[salt.hex() if isinstance(salt, bytes) else salt, *_override_parts(model, files)],
     )
+
+
+def checkpoint_of(model: PreTrainedModel) -> Path | None:
+    """The files that a model was loaded from, if its weights in memory are still theirs, as far as samples say."""
+    place = checkpoint_place(
+        str(getattr(model.config, "_name_or_path", "")), getattr(model.config, "_commit_hash", None)
+    )
+    if place is None or not place.is_dir() or getattr(model, "_hf_peft_config_loaded", False):
+        return None
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    compared = 0
+    for path in sorted(place.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header, base = read_header(file)
+            for name, described in header.items():
+                tensor = tensors.get(name)
+                if tensor is None or list(tensor.shape) != described["shape"] or described["dtype"] not in _STORED:
+                    continue  # renamed, or in another form: what is compared has to do
+                if not _agrees(file, base, described, tensor):
+                    return None
+                compared += 1
+    return place if compared else None
+
+
+def _agrees(file: BinaryIO, base: int, described: Mapping[str, Any], tensor: torch.Tensor) -> bool:
+    """Whether a tensor has what the file has of it, in all of its windows."""
+    import torch
+
+    stored = getattr(torch, _STORED[described["dtype"]])
+    begin, end = described["data_offsets"]
+    flat = tensor.detach().reshape(-1)
+    for window in tensor_windows(end - begin):
+        file.seek(base + begin + window.start)
+        theirs = torch.frombuffer(bytearray(file.read(len(window))), dtype=stored).to(tensor.dtype)
+        first = window.start // stored.itemsize
+        if not torch.equal(flat[first : first + len(theirs)].cpu(), theirs):
+            return False
+    return True
+
+
+def _override_parts(model: PreTrainedModel, files: Path | None) -> list[Any]:
+    """What of the config is not as in the checkpoint, rotary embeddings aside: those are part of the model."""
+    if files is None:
+        return []
+    stored = type(model.config).from_pretrained(files).get_text_config(decoder=True).to_dict()
+    now = model.config.get_text_config(decoder=True).to_dict()
+    left_out = (*NOT_COMPUTED, "quantization_config")
+    overrides = {key: value for key, value in now.items() if key not in left_out and stored.get(key) != value}
+    return [{"overrides": overrides}] if overrides else []
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
@@ -139,15 +207,15 @@ def torch_dtypes() -> dict[Dtype, torch.dtype]:
     return {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 
 
-def weights_digest(model: PreTrainedModel) -> str:
-    """32 hex digits over weights, buffers and config: equal only for models that compute the same.
+def memory_digest(model: PreTrainedModel) -> str:
+    """32 hex digits over weights, buffers and config in memory: equal only for models that compute the same.
 
     Reads all weights once (about a second per GB). Weights that are changed later, by adapters too, are not seen.
     """
     import torch
 
     hasher = hashlib.blake2b(digest_size=16)
-    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _PROVENANCE}
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in NOT_COMPUTED}
     hasher.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
         hasher.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

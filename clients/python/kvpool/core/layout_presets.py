@@ -11,6 +11,9 @@ keyspace's codec has them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from kvpool.core.cache_axes import CacheAxes
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
@@ -30,6 +33,23 @@ _LIGHTLLM = CacheAxes(axes=("layer", "block", "token", "plane", "head"))
 _LIGHTLLM_QUANTIZED = CacheAxes(axes=("layer", "block", "token", "plane", "head"), scales_apart=True)
 _ROWS_WITH_SCALES = CacheAxes(axes=("layer", "plane", "block", "token", "head"), scales_behind="head")
 _BLOCKS_WITH_SCALES = CacheAxes(tensors_per=("layer",), axes=("plane", "block", "token", "head"), scales_behind="block")
+
+LAYOUTS: Mapping[str, CacheAxes] = MappingProxyType(
+    {
+        "contiguous": _CONTIGUOUS,
+        "vllm": _PER_LAYER,
+        "vllm_hnd": _VLLM_HND,
+        "vllm_blocks_nhd": _VLLM_BLOCKS_NHD,
+        "vllm_blocks_hnd": _VLLM_BLOCKS_HND,
+        "vllm_lbnhc": _VLLM_LBNHC,
+        "vllm_lbhnc": _VLLM_LBHNC,
+        "vllm_blhnc": _VLLM_BLHNC,
+        "vllm_bhlnc": _VLLM_BHLNC,
+        "sglang": _SGLANG,
+        "mla": _PER_LAYER,
+    }
+)
+"""By the names that PagedCache takes; the function beside each says what its tensors look like."""
 
 
 def contiguous_layout(

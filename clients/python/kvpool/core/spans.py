@@ -51,6 +51,11 @@ class ChunkRange:
     def chunk_count(self) -> int:
         return len(self.chunk_hashes) // HASH_BYTES
 
+    @property
+    def chunks(self) -> range:
+        """Their indexes in the chain."""
+        return range(self.first_chunk_index, self.first_chunk_index + self.chunk_count)
+
     def chunk_hash(self, position: int) -> bytes:
         """16 bytes, of the chunk at `position` in the range."""
         return self.chunk_hashes[position * HASH_BYTES : (position + 1) * HASH_BYTES]

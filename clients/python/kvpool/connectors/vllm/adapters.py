@@ -32,7 +32,7 @@ class Adapters:
     def identity(self, lora_request: Any) -> bytes | None:
         """32 bytes over the files of a local adapter; None while they are being read, and if they are not here.
 
-        An adapter that vLLM reads anew for every request has no identity: its files may have changed since.
+        An adapter that vLLM reads again for every request has no identity: its files may have changed since.
         """
         if getattr(lora_request, "load_inplace", False):
             return None

@@ -26,7 +26,8 @@ _SPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMemory:
-    """For EnginePlan, and what marks points in the engine's work. split: blocks of the tensors in one of vLLM's."""
+    """For EngineRegistration, and what marks points in the engine's work. split: blocks of the tensors in one of
+    vLLM's."""
 
     split: int
     layout: EngineLayout

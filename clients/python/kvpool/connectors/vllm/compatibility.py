@@ -26,7 +26,7 @@ _CONFIG = ("kv_transfer_config", "kv_events_config", "max_concurrent_batches", "
 
 
 def not_served(cause: str) -> str:
-    """For whoever installed another vLLM."""
+    """For users of another vLLM version."""
     import vllm
 
     return (

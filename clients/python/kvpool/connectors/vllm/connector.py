@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvpool.connectors.vllm import compatibility, same_process, wiring
 from kvpool.connectors.vllm.agent_choice import AgentChoice
 from kvpool.connectors.vllm.engine_facts import WeightVersion, loads_wait_for_work, outer_config, wanted_layout
+from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.messages import (
     PoolPromMetrics,
     PoolStats,
@@ -21,7 +22,6 @@ from kvpool.connectors.vllm.messages import (
     pool_event,
 )
 from kvpool.connectors.vllm.orders import StepOrders
-from kvpool.connectors.vllm.seldom import Seldom
 from kvpool.core.errors import KvPoolError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvpool.connectors.vllm.worker import WorkerSide
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
-_seldom = Seldom()
+_log_rate = LogRateLimiter()
 AnyCall = TypeVar("AnyCall", bound=Callable[..., Any])
 
 
@@ -42,13 +42,13 @@ def _guarded(otherwise: Any = None) -> Callable[[AnyCall], AnyCall]:
             try:
                 return method(*args, **kwargs)
             except KvPoolError as error:  # its text says what to do: a traceback adds nothing
-                if _seldom.due(method.__name__):
-                    more = _seldom.more(method.__name__)
+                if _log_rate.due(method.__name__):
+                    more = _log_rate.more(method.__name__)
                     _log.error("kvpool: %s: the engine goes on without it: %s%s", method.__name__, error, more)
                 return otherwise() if callable(otherwise) else otherwise
             except Exception:
-                if _seldom.due(method.__name__):
-                    more = _seldom.more(method.__name__)
+                if _log_rate.due(method.__name__):
+                    more = _log_rate.more(method.__name__)
                     _log.exception("kvpool: %s failed; the engine goes on without it%s", method.__name__, more)
                 return otherwise() if callable(otherwise) else otherwise
 
@@ -259,7 +259,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             return
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self._scheduler.heard(report.step, report.ends, report.ready)
+            self._scheduler.on_worker_report(report.step, report.ends, report.ready)
         worker = same_process.worker_of(self._engine_id) if self._asks_worker else None
         arrived = worker.take_arrived() if worker is not None else ()
         if arrived:  # vLLM goes on with these requests in its next step

@@ -18,7 +18,7 @@ _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")  # methods of speculation that wr
 def outer_config(vllm_config: Any) -> Any:
     """The configuration that vLLM itself goes by, of which MultiConnector gives its children altered copies.
 
-    The original is known to MultiConnector alone, and it hands it to nobody: it is read where MultiConnector, which is
+    The original is known to MultiConnector alone, which does not pass it on: it is read where MultiConnector, which is
     making the child or asking its class, has it. Returns `vllm_config` for a connector that is no child.
     """
     outermost, frame = vllm_config, inspect.currentframe()

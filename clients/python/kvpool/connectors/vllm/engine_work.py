@@ -37,7 +37,7 @@ class EngineWork:
 
     @property
     def slots(self) -> EventSlots | None:
-        """For EnginePlan."""
+        """For EngineRegistration."""
         return self._events.slots if self._events is not None else None
 
     def new_step(self) -> None:

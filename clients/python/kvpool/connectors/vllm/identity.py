@@ -6,29 +6,19 @@ the workers.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvpool.connectors.vllm.adapters import directory_digest
+from kvpool.connectors.checkpoints import weights_revision
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
-from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
+from kvpool.core.geometry import OpaqueLayout
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec
+from kvpool.core.model import ROPE_KEYS, Model, default_keyspace_name, family_name
 from kvpool.core.partition import RankPart, rank_part
 
-_NAME_MODEL_CHARACTERS = 40  # of a name of 128 at most
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
-# Of a config: where it came from, not what it computes.
-_PROVENANCE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
-# Into their config, in the workers only.
-_WRITTEN_BY_MODELS = ("max_model_len", "attn_temperature_tuning")
-_WRITTEN_BY_DRAFTERS = ("draft_vocab_size", "target_layer_count", "no_rope_layers", "layer_types")
 _FP8_NAMES = {"auto": "fp8_e4m3", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 _DTYPES = {
     "bfloat16": Dtype.BF16,
@@ -201,7 +191,7 @@ def _check_rows(spec: Any) -> None:
 def model_spec(
     settings: VllmSettings, vllm_config: Any, facts: CacheFacts, *, read_weights: bool = True
 ) -> KeyspaceSpec:
-    """The keyspace of the engine's KV. May read all weights, once; without them only its geometry is right.
+    """The keyspace of the engine's KV. May read samples of the weights; without them only its geometry is right.
 
     raises: InvalidRequest, GeometryUnsupported.
     """
@@ -213,12 +203,6 @@ def model_spec(
             f"chunk_tokens {settings.chunk_tokens} is no multiple of the engine's block size {facts.block_tokens}; "
             f"set chunk_tokens in kv_connector_extra_config"
         )
-    layers = model.get_total_num_hidden_layers() + facts.draft_layers
-    if model.use_mla:
-        element_bytes = _DTYPES[facts.dtype].bits // 8
-        group = KvGroup.mla(layers, facts.row_bytes // element_bytes)
-    else:
-        group = KvGroup(layers, model.get_total_num_kv_heads(), model.get_head_size())
     opaque = None
     if facts.opaque:
         opaque = OpaqueLayout(
@@ -228,55 +212,62 @@ def model_spec(
             block_tokens=facts.block_tokens,
             cell_bytes=facts.row_bytes * facts.block_tokens,
         )
-    return KeyspaceSpec(
-        model_id=settings.model_id or str(model.model),
-        model_revision=settings.model_revision or (model_revision(model) if read_weights else "not read"),
-        groups=(group,),
+    geometry: dict[str, Any] = (
+        {"latent_dim": facts.row_bytes // (_DTYPES[facts.dtype].bits // 8)}
+        if model.use_mla
+        else {"kv_heads": model.get_total_num_kv_heads(), "head_dim": model.get_head_size()}
+    )
+    config = model.hf_text_config.to_dict()
+    return Model(
+        settings.model_id or family_name(config),
+        settings.model_revision or (model_revision(model) if read_weights else "not read"),
+        layers=model.get_total_num_hidden_layers() + facts.draft_layers,
         dtype=_DTYPES[facts.dtype],
         chunk_tokens=settings.chunk_tokens,
-        payload=PayloadKind.OPAQUE if opaque is not None else PayloadKind.CANONICAL,
+        rope=config,
+        # A checkpoint that is quantized says so itself, and its weights are its own.
+        quantization=model.quantization if getattr(model.hf_config, "quantization_config", None) is None else None,
+        variant=_variant(settings, vllm_config, facts) if read_weights else (),
         opaque=opaque,
-        salt=_salt(settings, vllm_config, facts) if read_weights else b"",
-    )
+        **geometry,
+    ).spec
 
 
 def model_revision(model: Any) -> str:
-    """The hub's commit, or for a directory a digest over its weights. raises: InvalidRequest if there is neither."""
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    if commit:
-        return str(commit)
-    digest = directory_digest(Path(str(model.model)), _WEIGHT_FILES)
-    if digest is None:
+    """A digest of the weights, or the hub's commit. raises: InvalidRequest if there is neither."""
+    revision = weights_revision(str(model.model), getattr(model.hf_config, "_commit_hash", None))
+    if revision is None:
         raise InvalidRequest(
-            f"it cannot be told which weights {model.model!r} has; "
+            f"the weights of {model.model!r} cannot be identified: neither its files nor a commit is known; "
             f"name them with model_revision in kv_connector_extra_config"
         )
-    return digest.hex()[:32]
+    return revision
 
 
-def _salt(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> bytes:
-    """Whatever else the KV depends on: the model's config and what was overridden of it, how weights are quantized, and
-    whether they are real ones; the same of a drafter that has KV."""
+def _variant(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> list[Any]:
+    """Whatever else the KV depends on: what was overridden of the config, in which type it is computed, and whether the
+    weights are real ones; the same of a drafter that has KV. Empty for a checkpoint that is served as it is."""
     model = vllm_config.model_config
-    scales = "the checkpoint's scales" if facts.dtype.startswith("fp8") else ""
-    parts = [
-        settings.salt,
-        *_config_parts(model, _WRITTEN_BY_MODELS),
-        [model.quantization, scales],
-        *_length_parts(model),
-    ]
+    parts = [settings.salt, *_override_parts(model), *_computed_in(model, facts), *_length_parts(model)]
     if str(vllm_config.load_config.load_format) == "dummy":
         parts.append("made-up weights")
     if facts.draft_layers:
         parts.append(_drafter_parts(vllm_config.speculative_config, model))
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
+    return parts
 
 
-def _config_parts(model: Any, written: tuple[str, ...]) -> list[Any]:
-    left_out = (*_PROVENANCE, *written)
-    config = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in left_out}
-    overrides = getattr(model.hf_overrides, "__qualname__", model.hf_overrides)  # also of vision; a dict or a function
-    return [config, overrides, str(model.dtype)]
+def _override_parts(model: Any) -> list[Any]:
+    """Rotary embeddings aside: those are part of the model."""
+    overrides = model.hf_overrides
+    if isinstance(overrides, Mapping):
+        overrides = {key: value for key, value in overrides.items() if key not in ROPE_KEYS}
+        return [{"overrides": overrides}] if overrides else []
+    return [{"overrides": getattr(overrides, "__qualname__", overrides)}] if overrides else []
+
+
+def _computed_in(model: Any, facts: CacheFacts) -> list[str]:
+    computed = str(model.dtype).removeprefix("torch.")
+    return [f"computed in {computed}"] if computed != facts.dtype else []
 
 
 def _drafter_parts(drafter: Any, model: Any) -> list[Any]:
@@ -289,8 +280,8 @@ def _drafter_parts(drafter: Any, model: Any) -> list[Any]:
             f"it cannot be said which weights the drafter {draft.model!r} has; name it as on the hub or as a directory"
         ) from error
     chained = int(drafter.num_speculative_tokens) if drafter.use_multi_module_mtp() else 0  # layers that are computed
-    config = _config_parts(draft, (*_WRITTEN_BY_MODELS, *_WRITTEN_BY_DRAFTERS))
-    parts = [drafter.method, revision, chained, *config, draft.quantization, *_length_parts(draft)]
+    described = [str(draft.dtype), draft.quantization, *_override_parts(draft), *_length_parts(draft)]
+    parts = [drafter.method, revision, chained, *described]
     load = getattr(drafter, "draft_load_config", None)
     return [*parts, "made-up weights"] if load is not None and str(load.load_format) == "dummy" else parts
 
@@ -357,10 +348,5 @@ def check_ranks(spec: KeyspaceSpec, vllm_config: Any) -> None:
 
 
 def keyspace_name(settings: VllmSettings, spec: KeyspaceSpec) -> str:
-    """A name that differs whenever the keyspace does, as far as a reader can tell."""
-    if settings.keyspace_name:
-        return settings.keyspace_name
-    blocks = f"-vllm-cpu-{spec.opaque.isa}-{spec.opaque.block_tokens}" if spec.opaque else ""
-    model, revision = spec.model_id[-_NAME_MODEL_CHARACTERS:], spec.model_revision[:16]
-    name = f"{model}:{revision}-{spec.dtype.name.lower()}-{spec.chunk_tokens}{blocks}-{spec.salt.hex()[:16]}"
-    return re.sub(r"[^A-Za-z0-9._:/-]", "-", name)
+    """What operators see."""
+    return settings.keyspace_name or default_keyspace_name(spec)

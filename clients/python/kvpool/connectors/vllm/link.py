@@ -12,18 +12,16 @@ from functools import partial
 from typing import TypeVar
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_registration import EnginePlan, OfferFd
+from kvpool.client.engine_registration import EngineRegistration, OfferFd
 from kvpool.client.fds import offer_fd
-from kvpool.client.pool import KvPool
-from kvpool.client.retry import TRANSIENT, Backoff
+from kvpool.client.pool import AsyncPool
+from kvpool.client.retry import LATER, Backoff
 from kvpool.client.sync import BackgroundLoop
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable, WireVersionRefused
+from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 ResultT = TypeVar("ResultT")
-# The cluster is not there now, but it may come: everything else needs another configuration.
-_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable, WireVersionRefused)
 _CLOSE_TIMEOUT_S = 10.0
 # CPython lets the engine's thread run for 5 ms while the pool's waits to run Python, for each message again: a load has
 # several. The engine has one such thread, so that others pay nothing.
@@ -33,19 +31,21 @@ _SWITCH_INTERVAL_S = 0.0005
 class PoolLink:
     """One engine rank's, or a scheduler's. Thread-safe."""
 
-    def __init__(self, make_plan: Callable[[], EnginePlan], config: ClientConfig, *, offer: OfferFd = offer_fd) -> None:
+    def __init__(
+        self, make_plan: Callable[[], EngineRegistration], config: ClientConfig, *, offer: OfferFd = offer_fd
+    ) -> None:
         """make_plan: runs on a thread of its own; it may take its time. It is called again after ServiceUnavailable (no
         agent is there yet); anything else that it raises ends the use of kvpool."""
         self._make_plan, self._config, self._offer = make_plan, config, offer
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._loop = BackgroundLoop("kvpool-vllm")
-        self._pool: KvPool | None = None
+        self._pool: AsyncPool | None = None
         self._closed = False
         self._tried = threading.Event()
         self._opening = self._loop.start(self._open)
 
     @property
-    def pool(self) -> KvPool | None:
+    def pool(self) -> AsyncPool | None:
         """The pool if it can be asked now."""
         pool = self._pool
         return pool if pool is not None and pool.connected else None
@@ -82,18 +82,18 @@ class PoolLink:
             self._tried.set()
 
     async def _try_to_open(self) -> None:
-        plan: EnginePlan | None = None
-        backoff, told = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s), False
+        plan: EngineRegistration | None = None
+        backoff, warned = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s), False
         while self._pool is None:
             try:
                 if plan is None:
                     plan = await asyncio.to_thread(self._make_plan)
-                self._pool = await KvPool.open(plan, self._config, offer=self._offer)
+                self._pool = await AsyncPool.open(plan, self._config, offer=self._offer)
                 _log.info("kvpool: %s uses agent %s, keyspace %s", plan.engine_name, plan.endpoint, plan.keyspace_name)
-            except _LATER as error:
-                if not told:
+            except LATER as error:
+                if not warned:
                     _log.warning("kvpool: everything is computed until the agent can be reached: %s", error)
-                told = True
+                warned = True
                 self._tried.set()
                 await asyncio.sleep(backoff.next_s())
             except KvPoolError as error:

@@ -6,15 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvpool.client.engine_items import EngineSource, TierTokens
-from kvpool.client.hashing import Chain
-from kvpool.client.pool_values import PrefixMatch
+from kvpool.client.engine_items import EngineSource, MatchResult, TierTokens
+from kvpool.client.hashing import Prompt
 from kvpool.client.retry import Backoff
+from kvpool.connectors.vllm.connector_counters import ConnectorCounters
+from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.lookups import Lookup
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, packed_blocks
-from kvpool.connectors.vllm.seldom import Seldom
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
-from kvpool.connectors.vllm.tally import Tally
 from kvpool.core.load_cost import LoadCost, LoadRun, leading
 from kvpool.core.tracing import TraceParent
 
@@ -30,7 +29,7 @@ class LoadPlan:
     """What is to be loaded, if the engine finds blocks for it. queued_bytes: of the loads before it. load_ms: what it
     is expected to take; None if not known."""
 
-    chain: Chain
+    chain: Prompt
     first_token: int
     end_chunk: int
     token_count: int
@@ -60,7 +59,7 @@ class LoadPlans:
     def __init__(
         self,
         settings: VllmSettings,
-        tally: Tally,
+        tally: ConnectorCounters,
         *,
         block_tokens: int,
         chunk_bytes: int,
@@ -70,7 +69,7 @@ class LoadPlans:
         self._settings, self._tally, self._now_s = settings, tally, now_s
         self._block_tokens, self._chunk_bytes = block_tokens, chunk_bytes
         self.cost = LoadCost()
-        self._log_rate = Seldom(now_s)
+        self._log_rate = LogRateLimiter(now_s)
         self._pauses = Backoff(_PAUSE_S, _PAUSE_MAX_S)
         self._paused_until_s = 0.0
         self._running: dict[str, _Running] = {}  # by request
@@ -88,7 +87,7 @@ class LoadPlans:
         return self._now_s() < until_s
 
     def plan(
-        self, chain: Chain, lookup: Lookup, found: PrefixMatch, held_tokens: int, link_bytes_per_s: float = 0.0
+        self, chain: Prompt, lookup: Lookup, found: MatchResult, held_tokens: int, link_bytes_per_s: float = 0.0
     ) -> LoadPlan | None:
         """What of the found chunks is worth a load. link_bytes_per_s: of the agent's device; 0 if not known."""
         runs = self._runs(chain, lookup.held_chunks, found, held_tokens)
@@ -162,7 +161,7 @@ class LoadPlans:
         self._first_chunks[chain.hashes[order.first_chunk]] = (request_id, until_s)
         return order
 
-    def hopeless(self, request_id: str, block_ids: Sequence[int]) -> LoadOrder:
+    def failed_load_order(self, request_id: str, block_ids: Sequence[int]) -> LoadOrder:
         """For an engine that waits for a load of which nothing is known: it brings nothing, and ends."""
         return LoadOrder(
             request_id=request_id,
@@ -182,15 +181,11 @@ class LoadPlans:
         if running is None:
             return ()
         running.worker_s = max(running.worker_s, end.duration_s)
-        running.copy_s = max(running.copy_s, end.copy_s)
-        running.tokens += TierTokens(end.staging_tokens, end.disk_tokens, end.remote_tokens)
-        running.failed |= end.failed_chunks > 0
+        running.copy_s = max(running.copy_s, end.result.copy_s)
+        running.tokens += end.result.tokens
+        running.failed |= bool(end.failed_chunks)
         running.late |= end.late
-        return (
-            running.plan.chain.hashes[running.order.end_chunk - end.failed_chunks : running.order.end_chunk]
-            if end.failed_chunks
-            else ()
-        )
+        return running.plan.chain.hashes[end.result.end_chunk : running.order.end_chunk] if end.failed_chunks else ()
 
     def received(self, request_id: str) -> None:
         """All workers' parts have ended."""
@@ -222,7 +217,7 @@ class LoadPlans:
         timeout_s = self.cost.timeout_s(plan.load_ms, compute_ms, self._settings.load_timeout_s)
         return max(timeout_s, self._settings.load_timeout_min_s)
 
-    def _runs(self, chain: Chain, asked_chunks: int, found: PrefixMatch, held_tokens: int) -> list[LoadRun]:
+    def _runs(self, chain: Prompt, asked_chunks: int, found: MatchResult, held_tokens: int) -> list[LoadRun]:
         chunk_tokens = self._settings.chunk_tokens
         runs, at = [], asked_chunks
         for run in found.runs:

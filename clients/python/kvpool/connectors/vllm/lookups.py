@@ -9,15 +9,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kvpool.client.hashing import Chain
-from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import PrefixMatch
+from kvpool.client.engine_items import MatchResult
+from kvpool.client.hashing import Prompt
+from kvpool.client.pool import AsyncPool
 from kvpool.client.retry import Backoff
+from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
+from kvpool.connectors.vllm.connector_counters import ConnectorCounters
 from kvpool.connectors.vllm.link import PoolLink
-from kvpool.connectors.vllm.seldom import Seldom
+from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.tally import Tally
-from kvpool.connectors.vllm.turns import Turns
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 
@@ -28,15 +28,15 @@ _GRACE_S = 1.0  # a match has a deadline of its own; so much later its answer is
 _IDLE_WAITS = 5  # of `lookup_wait_ms`, while the engine computes nothing
 _LOOP_TOKENS = 1 << 14  # more are not hashed on the loop, which has loads to end: 1 ms
 
-_NO_CHAIN = Chain(1, 0, b"")
+_NO_CHAIN = Prompt(1, 0, b"")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """chain: of the request's tokens when it was asked. match: None if only the chain was wanted."""
 
-    chain: Chain
-    match: PrefixMatch | None
+    chain: Prompt
+    match: MatchResult | None
 
 
 @dataclass(slots=True)
@@ -46,14 +46,14 @@ class Lookup:
     trace: TraceParent | None = None
     running: Future[Found] | None = None
     awaited_since_s: float | None = None  # the engine could schedule the request
-    found: PrefixMatch | None = None
+    found: MatchResult | None = None
     found_at_s: float = 0.0
     counted: bool = False  # what was made of the answer
     tried: bool = False  # it is loaded though computing was taken to be quicker
     held_chunks: int = 0  # that it was asked with: `found.runs` begin after them
 
     @property
-    def chain(self) -> Chain | None:
+    def chain(self) -> Prompt | None:
         """Of one that has ended and was not asked for its answer yet."""
         running = self.running
         if running is None or not running.done() or running.cancelled() or running.exception() is not None:
@@ -71,12 +71,14 @@ class Lookups:
     nothing, since a request without an answer costs it an empty step. After a failure nothing is asked for a while: the
     engine computes."""
 
-    def __init__(self, settings: VllmSettings, link: PoolLink, tally: Tally, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: VllmSettings, link: PoolLink, tally: ConnectorCounters, now_s: Callable[[], float]
+    ) -> None:
         self._settings, self._link, self._tally, self._now_s = settings, link, tally, now_s
         self._backoff = Backoff(0.1, 5.0)
         self._silent_until_s = 0.0
-        self._seldom = Seldom(now_s)
-        self._turns = Turns(count=_AT_ONCE, size_bytes=1)
+        self._log_rate = LogRateLimiter(now_s)
+        self._limiter = ConcurrencyLimiter(count=_AT_ONCE, size_bytes=1)
         self._waited_s = 0.0
 
     def new_step(self) -> None:
@@ -84,15 +86,15 @@ class Lookups:
         self._waited_s = 0.0
 
     @property
-    def pool(self) -> KvPool | None:
+    def pool(self) -> AsyncPool | None:
         """The pool if it may be asked now."""
         return None if self._now_s() < self._silent_until_s else self._link.pool
 
     def begin(
         self,
         lookup: Lookup,
-        pool: KvPool,
-        hash_tokens: Callable[[], Chain],
+        pool: AsyncPool,
+        hash_tokens: Callable[[], Prompt],
         token_count: int,
         *,
         held_chunks: int = 0,
@@ -105,7 +107,7 @@ class Lookups:
             chain = hash_tokens() if token_count <= _LOOP_TOKENS else await asyncio.to_thread(hash_tokens)
             if not match:
                 return Found(chain, None)
-            async with self._turns.turn(0):
+            async with self._limiter.acquire(0):
                 return Found(chain, await pool.match(chain, held_chunks=held_chunks, timeout_s=timeout_s))
 
         self._tally.lookups += match
@@ -119,13 +121,13 @@ class Lookups:
     def answer(
         self,
         lookup: Lookup,
-        pool: KvPool,
-        hash_tokens: Callable[[], Chain],
+        pool: AsyncPool,
+        hash_tokens: Callable[[], Prompt],
         token_count: int,
         held_chunks: int,
         *,
         idle: bool = False,
-    ) -> Chain | None:
+    ) -> Prompt | None:
         """The chain of a request whose answer is in `lookup.found` now; None while that is not known. Waits for a
         moment at most. hash_tokens gives a chain that is known already at once. idle: the engine computes nothing."""
         now_s = self._now_s()
@@ -173,12 +175,12 @@ class Lookups:
     def _failed(self, error: KvPoolError) -> None:
         self._tally.failed_lookups += 1
         self._silent_until_s = self._now_s() + self._backoff.next_s()
-        if self._seldom.due("failed"):
-            _log.warning("kvpool: nothing is looked up for a moment: %s%s", error, self._seldom.more("failed"))
+        if self._log_rate.due("failed"):
+            _log.warning("kvpool: nothing is looked up for a moment: %s%s", error, self._log_rate.more("failed"))
 
 
 def _failure(error: KvPoolError) -> Found:
-    return Found(_NO_CHAIN, PrefixMatch(0, 0, error=error))
+    return Found(_NO_CHAIN, MatchResult(0, error=error))
 
 
 def _as_pool_error(error: BaseException) -> KvPoolError:

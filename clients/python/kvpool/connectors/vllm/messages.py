@@ -46,7 +46,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class PoolStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last time, by name; see Tally."""
+    """Counts since the last time, by name; see ConnectorCounters."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ def pool_event(change: ChunksChanged, chunk_tokens: int) -> KVCacheEvent:
     )
 
 
-_COUNTERS = {  # by name in Tally; metric names follow vLLM's and ours
+_COUNTERS = {  # by name in ConnectorCounters; metric names follow vLLM's and ours
     "lookups": "Matches asked of the pool.",
     "failed_lookups": "Matches that failed or took too long.",
     "offered_chunks": "Chunks that the pool had and the engine did not.",

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers' side in a step, and what it hears back. Plain values."""
+"""What the scheduler's side orders of the workers' side in a step, and what those report. Plain values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.hashing import Chain
+from kvpool.client.engine_items import LoadResult
+from kvpool.client.hashing import Prompt
+from kvpool.core.errors import DeadlineExceeded, PageCorrupt, PageMissing
 from kvpool.core.tracing import TraceParent
 
 Blocks = npt.NDArray[np.int32]
@@ -21,7 +23,7 @@ class LoadOrder:
     hashes:      [C * 16] bytes, of all chunks of the chain up to end_chunk. token_count: of the prompt.
     block_ids:   [B] int32, of the request, from token 0 on, those of all of end_chunk included.
     first_token: the first one that the engine does not hold; it lies in first_chunk.
-    end_token:   the engine takes all tokens up to it for loaded, until it is told otherwise.
+    end_token:   the engine takes all tokens up to it for loaded, until the connector says otherwise.
     trace:       that the request came with.
     """
 
@@ -65,9 +67,9 @@ def packed_blocks(block_ids: Sequence[int]) -> Blocks:
     return np.array(block_ids, dtype=np.int32)
 
 
-def chain_of(order: LoadOrder | StoreOrder, chunk_tokens: int) -> Chain:
+def prompt_of(order: LoadOrder | StoreOrder, chunk_tokens: int) -> Prompt:
     """As the pool takes it, as far as the order goes."""
-    return Chain(chunk_tokens, order.token_count, order.hashes)
+    return Prompt(chunk_tokens, order.token_count, order.hashes)
 
 
 def block_table(order: LoadOrder | StoreOrder, split: int) -> npt.NDArray[np.int64]:
@@ -81,7 +83,7 @@ class StepOrders:
     """Of one engine step.
 
     step:      its number, which the workers say back.
-    cancel:    requests whose loads nobody needs any more.
+    cancel:    requests whose loads are no longer needed.
     release:   finished requests whose blocks the engine holds until their stores have let go of them.
     preempted: requests whose blocks the engine uses again from this step on.
     computes:  whether this step computes anything, or the one before did: it may still run.
@@ -108,23 +110,28 @@ class ChunksChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEnd:
-    """How a load ended on one rank. late: it was given up at its deadline. cancelled: by order. gone: the pool does not
-    have its first failed chunk, or a damaged one; after other failures it may have it still. copy_s: of copying alone,
-    as the agent measured it; 0 if nothing was copied."""
+    """A load has ended on one rank: what it brought. cancelled: by order. duration_s: as the engine saw it."""
 
     request_id: str
-    chunk_count: int  # that came in
-    failed_chunks: int
+    result: LoadResult
     duration_s: float
     size_bytes: int  # of what came in
-    copy_s: float = 0.0
-    staging_tokens: int = 0
-    disk_tokens: int = 0
-    remote_tokens: int = 0
-    late: bool = False
     cancelled: bool = False
-    gone: bool = False
-    failure: str = ""
+
+    @property
+    def failed_chunks(self) -> int:
+        """Chunks that did not come in."""
+        return len(self.result.failed_chunks)
+
+    @property
+    def late(self) -> bool:
+        """Whether it was given up at its deadline."""
+        return isinstance(self.result.error, DeadlineExceeded)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the pool does not have its first failed chunk, or a damaged one; after other failures it may."""
+        return isinstance(self.result.error, (PageCorrupt, PageMissing))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

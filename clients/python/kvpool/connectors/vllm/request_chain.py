@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.core.chunks import EXTRA_LORA, EXTRA_SALT, ROOT_HASH, Extra, chunk_hashes, multimodal_extra
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.tracing import TraceParent
@@ -58,9 +58,9 @@ def request_chain(
     adapter: bytes | None,
     hash_key: bytes,
     chunk_tokens: int,
-    known: Chain | None = None,
+    known: Prompt | None = None,
     epoch: bytes = b"",
-) -> Chain:
+) -> Prompt:
     """The chain of all tokens that the request has now.
 
     adapter: what identifies its LoRA adapter, if it has one. known: of fewer of its tokens. epoch: makes all hashes
@@ -78,7 +78,7 @@ def request_chain(
     parent = known.parent_hash(first) if known is not None else ROOT_HASH
     added = chunk_hashes(hash_key, np.asarray(tokens, dtype=np.int64), chunk_tokens, parent=parent, extras=extras)
     before = known.packed if known is not None else b""
-    return Chain(chunk_tokens, first * chunk_tokens + len(tokens), before + b"".join(added))
+    return Prompt(chunk_tokens, first * chunk_tokens + len(tokens), before + b"".join(added))
 
 
 def _extras(request: Request, adapter: bytes | None, epoch: bytes, chunk: int, chunk_tokens: int) -> list[Extra]:

@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvpool.client.hashing import Chain
-from kvpool.client.pool import KvPool
+from kvpool.client.hashing import Prompt
+from kvpool.client.pool import AsyncPool
 from kvpool.connectors.vllm.adapters import Adapters
+from kvpool.connectors.vllm.connector_counters import ConnectorCounters
 from kvpool.connectors.vllm.engine_facts import WeightsEpoch
 from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.leases import Leases
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.load_plans import LoadPlan, LoadPlans
+from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.lookups import Lookup, Lookups
 from kvpool.connectors.vllm.orders import ChunksChanged, LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
 from kvpool.connectors.vllm.request_chain import Request, request_chain, trace_of
-from kvpool.connectors.vllm.seldom import Seldom
 from kvpool.connectors.vllm.settings import LOAD_NEVER, STORE_NEVER, STORE_PREFILL, VllmSettings
 from kvpool.connectors.vllm.step_clock import StepClock
 from kvpool.connectors.vllm.store_plans import StorePlans
-from kvpool.connectors.vllm.tally import Tally
 from kvpool.core.errors import InvalidRequest
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
@@ -40,7 +40,7 @@ class _State:
     request: Request
     shareable: bool  # whether equal keys mean equal KV
     adapter: bytes | None = None  # its LoRA adapter's identity, once it is known
-    chain: Chain | None = None
+    chain: Prompt | None = None
     lookup: Lookup = field(default_factory=Lookup)
     plan: LoadPlan | None = None
     loaded_at_preemption: int = -1  # number of preemptions before the last load: one load each time is enough
@@ -80,7 +80,7 @@ class SchedulerSide:
         self._weights = weights or WeightsEpoch(lambda: None)
         self._epoch = self._weights.epoch()
         self._unready_until_s = 0.0
-        self.tally = Tally()
+        self.tally = ConnectorCounters()
         self._steps = StepClock(now_s)
         self._known = KnownChunks()
         self._changed: deque[ChunksChanged] = deque(maxlen=_CHANGES_MAX)
@@ -99,7 +99,7 @@ class SchedulerSide:
         self._cancel: list[str] = []
         self._stores: list[StoreOrder] = []
         self._release: list[str] = []
-        self._seldom = Seldom(now_s)
+        self._log_rate = LogRateLimiter(now_s)
 
     def on_new_request(self, request: Request) -> None:
         """A request has come: its prompt is hashed and looked up while it waits for its turn."""
@@ -171,7 +171,7 @@ class SchedulerSide:
             order = self._loads.begin(request.request_id, state.plan, block_ids, loaded_tokens)
         except Exception:
             _log.exception("kvpool: request %s computes instead of loading", request.request_id)
-            order = self._loads.hopeless(request.request_id, block_ids)
+            order = self._loads.failed_load_order(request.request_id, block_ids)
         self._orders.append(order)
         if state is not None:
             state.plan, state.loaded_at_preemption = None, request.num_preemptions
@@ -238,7 +238,7 @@ class SchedulerSide:
         self._release.append(request.request_id)
         return True
 
-    def heard(self, step: int, ends: Sequence[LoadEnd | StoreEnd], ready: bool = True) -> None:
+    def on_worker_report(self, step: int, ends: Sequence[LoadEnd | StoreEnd], ready: bool = True) -> None:
         """What the workers say after a step. ready: all of them reach their agents."""
         if not ready:
             self._unready_until_s = self._now_s() + _UNREADY_S
@@ -301,7 +301,7 @@ class SchedulerSide:
             state.adapter = self._adapters.identity(adapter)
         return state.adapter is not None
 
-    def _pool_for(self, state: _State, held_tokens: int) -> KvPool | None:
+    def _pool_for(self, state: _State, held_tokens: int) -> AsyncPool | None:
         request = state.request
         if request.skip_reading_prefix_cache or self._settings.load == LOAD_NEVER or not self._is_shareable(state):
             return None
@@ -311,7 +311,7 @@ class SchedulerSide:
             return None
         return self._lookups.pool
 
-    def _hashing(self, state: _State, pool: KvPool) -> Callable[[], Chain]:
+    def _hashing(self, state: _State, pool: AsyncPool) -> Callable[[], Prompt]:
         """What hashes the request's tokens, on any thread; the chain that is known if there are no more of them."""
         known, request = state.chain, state.request
         if known is not None and known.token_count >= request.num_tokens:
@@ -319,7 +319,7 @@ class SchedulerSide:
         hash_key, chunk_tokens = pool.session.hash_key, self._settings.chunk_tokens
         return partial(request_chain, request, state.adapter, hash_key, chunk_tokens, known, self._epoch)
 
-    def _chain_of(self, state: _State, pool: KvPool) -> Chain:
+    def _chain_of(self, state: _State, pool: AsyncPool) -> Prompt:
         state.chain = state.chain or state.lookup.chain
         state.chain = self._hashing(state, pool)()
         return state.chain
@@ -348,8 +348,8 @@ class SchedulerSide:
             chain = self._chain_of(state, pool)
             order = self._store_plans.order(state.request, chain, first_chunk, end_chunk, block_ids)
         except Exception:  # of one request: the other orders of the step have to go out
-            if self._seldom.due("store"):
-                _log.exception("kvpool: a store could not be ordered%s", self._seldom.more("store"))
+            if self._log_rate.due("store"):
+                _log.exception("kvpool: a store could not be ordered%s", self._log_rate.more("store"))
             return
         if order is not None:
             orders.append(order)
@@ -360,8 +360,8 @@ class SchedulerSide:
 
     def _load_ended(self, end: LoadEnd) -> None:
         gone = self._loads.ended(end)
-        if end.failed_chunks and not end.cancelled and self._seldom.due("load"):
-            why, more = end.failure or "damaged or gone", self._seldom.more("load")
+        if end.failed_chunks and not end.cancelled and self._log_rate.due("load"):
+            why, more = end.result.error or "damaged or gone", self._log_rate.more("load")
             _log.warning("kvpool: %d chunks were not loaded: %s%s", end.failed_chunks, why, more)
         if gone and end.gone:
             self._known.drop(gone)

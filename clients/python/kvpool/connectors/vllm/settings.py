@@ -11,8 +11,8 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.tls import tls_from_environment
 from kvpool.connectors.vllm.agent_choice import check_agent
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.model import ENGINE_CHUNK_TOKENS
 
-DEFAULT_CHUNK_TOKENS = 128
 STORE_PREFILL, STORE_FINISH, STORE_NEVER = "prefill", "finish", "never"
 LOAD_QUICKER, LOAD_ALWAYS, LOAD_NEVER = "quicker", "always", "never"
 LAYOUT_NONE, LAYOUT_BLOCK_MAJOR = "none", "BLHNC"
@@ -29,16 +29,16 @@ class VllmSettings:
     # parallel index, "{gpu}" for its GPU's UUID. "auto", "auto:/directory" or a directory: the agent that announces
     # itself there for the worker's GPU.
     agent: str = ""
-    model_id: str = ""  # empty: what vLLM was told to serve
-    model_revision: str = ""  # empty: the hub's commit, or for a directory a digest of its weight files and config.json
+    model_id: str = ""  # empty: the kind of model, as its config says
+    model_revision: str = ""  # empty: a digest of the weights, else the hub's commit; see client.checkpoint
     keyspace_name: str = ""  # what operators see; empty: made of model, revision, element type and chunk_tokens
     salt: str = ""  # engines with unequal salts share nothing
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # a power of two and a multiple of the engine's block size
+    chunk_tokens: int = ENGINE_CHUNK_TOKENS  # a power of two and a multiple of the engine's block size
     load: str = LOAD_QUICKER  # "quicker": what is likely to be loaded before it would be computed; "always"; "never"
     store: str = STORE_PREFILL  # "prefill": each chunk when it is computed; "finish": when its request ends; "never"
     store_generated: bool = True  # also chunks with generated tokens, when their request ends
     layerwise: bool = False  # a GPU's forward pass waits layer by layer for its loads, instead of the request for all
-    min_load_tokens: int = DEFAULT_CHUNK_TOKENS  # fewer are always computed
+    min_load_tokens: int = 128  # fewer are always computed
     start_wait_s: float = 10.0  # an engine that starts waits so long for its agent, and then goes on without it
     # A step waits so long for matches, five times as long while nothing is computed; then a request waits without it.
     lookup_wait_ms: float = 3.0

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpool.client.hashing import Chain
+from kvpool.client.hashing import Prompt
 from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.orders import ChunksChanged, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.request_chain import Request, trace_of
@@ -34,7 +34,7 @@ class StorePlans:
         self._requests: Counter[str] = Counter()
 
     def order(
-        self, request: Request, chain: Chain, first_chunk: int, end_chunk: int, block_ids: Sequence[int]
+        self, request: Request, chain: Prompt, first_chunk: int, end_chunk: int, block_ids: Sequence[int]
     ) -> StoreOrder | None:
         """A store of what the pool is not known to have of chunks [first_chunk, end_chunk), for all workers."""
         request_id = request.request_id

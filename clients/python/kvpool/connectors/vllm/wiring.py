@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from kvpool.client.engine_registration import EnginePlan, GpuRegion
+from kvpool.client.engine_registration import EngineRegistration, GpuRegion
 from kvpool.connectors.vllm.agent_choice import AgentChoice, WorkerPlace
 from kvpool.connectors.vllm.cache_memory import cache_memory
 from kvpool.connectors.vllm.engine_facts import WeightsEpoch
@@ -64,10 +64,10 @@ def scheduler_side(
     place = WorkerPlace.of(vllm_config.parallel_config, 0, on_gpu=not facts.opaque)
     engine_name = f"vllm-{vllm_config.kv_transfer_config.engine_id}-scheduler"
 
-    def plan() -> EnginePlan:
+    def plan() -> EngineRegistration:
         endpoint = agents.choose(place)
         spec = model_spec(settings, vllm_config, facts)
-        return EnginePlan(
+        return EngineRegistration(
             endpoint=endpoint,
             engine_name=engine_name,
             keyspace_name=keyspace_name(settings, spec),
@@ -131,10 +131,10 @@ def worker_side(
             *(granted.name, granted.run_bytes >> 10, granted.way),
         )
 
-    def plan() -> EnginePlan:
+    def plan() -> EngineRegistration:
         endpoint = agents.choose(place)
         spec = model_spec(settings, vllm_config, facts)
-        return EnginePlan(
+        return EngineRegistration(
             endpoint=endpoint,
             engine_name=f"vllm-{vllm_config.kv_transfer_config.engine_id}-{rank}",
             keyspace_name=keyspace_name(settings, spec),

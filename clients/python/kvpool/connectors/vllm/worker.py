@@ -12,22 +12,21 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvpool.client.engine_items import TierTokens
-from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import BlockHold, LoadReport, LoadTicket
+from kvpool.client.engine_items import LoadResult
+from kvpool.client.handle import AsyncHandle
+from kvpool.client.pool import AsyncPool
+from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
 from kvpool.connectors.vllm.engine_work import EngineWork, WorkPoint
 from kvpool.connectors.vllm.layer_loads import LayerLoads
 from kvpool.connectors.vllm.link import PoolLink, unreachable
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, block_table, chain_of
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, block_table, prompt_of
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.turns import Turns
 from kvpool.connectors.vllm.worker_stores import WorkerStores
-from kvpool.core.cancel import CancelToken
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, PageMissing, ServiceUnavailable, Stopped
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Overloaded, ServiceUnavailable, Stopped
 
 _LOADS_MAX = 40  # at once: an agent takes 64 loads and stores of a session
 # With nothing to execute, vLLM's engine core asks for finished loads and sleeps 1 ms between two steps. Waiting here
@@ -39,7 +38,8 @@ _IDLE_WAIT_S = 0.002
 class _Load:
     order: LoadOrder
     started_s: float
-    stop: CancelToken = field(default_factory=CancelToken)
+    cancelled: bool = False
+    handle: AsyncHandle[LoadResult] | None = None  # once it was begun; touched on the loop only
 
 
 class WorkerSide:
@@ -71,7 +71,7 @@ class WorkerSide:
         self._done: deque[Callable[[], None]] = deque()  # appended on the loop, run here
         self._loads: dict[str, _Load] = {}  # that have not ended, by request
         self._waiting: deque[_Load] = deque()  # for an event
-        self._turns = Turns(count=_LOADS_MAX, size_bytes=1 << 62)
+        self._limiter = ConcurrencyLimiter(count=_LOADS_MAX, size_bytes=1 << 62)
         self._idle_wait, self._engine_computes = idle_wait, True
         self._ended = threading.Event()  # a load has, since it was last looked at
         self._received: set[str] = set()
@@ -120,20 +120,20 @@ class WorkerSide:
                     self._waiting.appendleft(load)
                     return
             except Exception as error:
-                self._end_load(load, self._now_s() - load.started_s, None, str(error) or repr(error))
+                self._end_load(load, self._now_s() - load.started_s, error)
 
     def _begin(self, load: _Load) -> bool:
         """False: no event is free, and the load can wait for one. raises: whatever keeps it from being begun."""
         order, waited_s = load.order, self._now_s() - load.started_s
         if not order.hashes:
             raise InvalidRequest("nothing is known of this load")
-        if load.stop.cancelled:
+        if load.cancelled:
             raise Stopped("the load is no longer needed")
         pool = self._link.pool
         if pool is None:
             raise unreachable()
         if waited_s > order.timeout_s:
-            raise DeadlineExceeded("no event became free for this load: the agent waits for work that has not ended")
+            raise Overloaded("no event became free for this load: the agent waits for work that has not ended")
         point = self._work.point() if self._loads_wait else WorkPoint()
         if point is None:
             if self._settings.layerwise:
@@ -151,11 +151,10 @@ class WorkerSide:
         return True
 
     def _cancel(self, load: _Load) -> None:
-        if load in self._waiting:
-            load.stop.cancel()  # nothing of it has begun
-            return
-        with suppress(ServiceUnavailable):  # closed: then it ends anyway
-            self._link.start(partial(_cancel, load.stop))
+        load.cancelled = True
+        if load not in self._waiting:  # else nothing of it has begun
+            with suppress(ServiceUnavailable):  # closed: then it ends anyway
+                self._link.start(partial(_cancel_begun, load))
 
     def start_stores(self, orders: StepOrders) -> None:
         """Begin them after this step's work, and hold the blocks of requests that the engine gave up to us."""
@@ -211,13 +210,12 @@ class WorkerSide:
         while self._done:
             self._done.popleft()()
 
-    def _begin_layers(self, pool: KvPool, order: LoadOrder, point: WorkPoint) -> LoadTicket:
-        chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
-        return pool.begin_load(chain, blocks, **self._span(order), after=point.event)
+    async def _begin_layers(self, pool: AsyncPool, order: LoadOrder, point: WorkPoint) -> AsyncHandle[LoadResult]:
+        prompt, blocks = prompt_of(order, self._settings.chunk_tokens), block_table(order, self._split)
+        return await pool.start_load(prompt, blocks, **self._span(order), wait_event=point.event)
 
-    def _layer_load_ended(self, order: LoadOrder, duration_s: float, report: LoadReport | None, failure: str) -> None:
-        load = self._loads.get(order.request_id) or _Load(order, self._now_s())
-        self._end_load(load, duration_s, report, failure)
+    def _layer_load_ended(self, order: LoadOrder, duration_s: float, result: LoadResult | Exception) -> None:
+        self._end_load(self._loads.get(order.request_id) or _Load(order, self._now_s()), duration_s, result)
 
     def _span(self, order: LoadOrder) -> dict[str, Any]:
         return {
@@ -228,62 +226,61 @@ class WorkerSide:
             "compute_us_per_token": order.compute_us_per_token,
         }
 
-    async def _load(self, pool: KvPool, load: _Load, point: WorkPoint) -> LoadReport:
+    async def _load(self, pool: AsyncPool, load: _Load, point: WorkPoint) -> LoadResult:
         """On the pool's loop."""
         order, begun = load.order, False
         try:
-            async with asyncio.timeout(order.timeout_s) as patience, self._turns.turn(0):
+            async with asyncio.timeout(order.timeout_s) as patience, self._limiter.acquire(0):
                 patience.reschedule(None)  # the load has a deadline of its own
                 begun = True
-                chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
-                report = await pool.load(chain, blocks, **self._span(order), after=point.event, stop=load.stop)
+                prompt, blocks = prompt_of(order, self._settings.chunk_tokens), block_table(order, self._split)
+                load.handle = handle = await pool.start_load(
+                    prompt, blocks, **self._span(order), wait_event=point.event, by_layer=False
+                )
+                if load.cancelled:
+                    handle.cancel()
+                result = await handle.result()
         except TimeoutError:
-            late = DeadlineExceeded("the load did not come to its turn in time")
-            failed = tuple(range(order.first_chunk, order.end_chunk))
-            return LoadReport(order.first_chunk, 0, failed, TierTokens(), late, BlockHold())
+            raise DeadlineExceeded("the load did not come to its turn in time") from None
         finally:
             if not begun:
                 self._work.give_back(point)
-        # The engine computes in these very blocks what did not come: not before the agent has stopped to write there.
-        await report.hold.wait()
-        return report
+        # The engine computes in these very blocks what did not come: not before the agent has stopped writing there.
+        await handle.wait_released()
+        return result
 
-    def _loaded_soon(self, load: _Load, future: Future[LoadReport]) -> None:
+    def _loaded_soon(self, load: _Load, future: Future[LoadResult]) -> None:
         self._done.append(partial(self._loaded, load, self._now_s() - load.started_s, future))
         self._ended.set()
 
-    def _loaded(self, load: _Load, duration_s: float, future: Future[LoadReport]) -> None:
+    def _loaded(self, load: _Load, duration_s: float, future: Future[LoadResult]) -> None:
         try:
-            report = future.result()
+            result: LoadResult | Exception = future.result()
+        except KvPoolError as error:
+            result = error
         except BaseException as error:
-            self._end_load(load, duration_s, None, f"it ended unexpectedly: {error!r}")
-        else:
-            self._end_load(load, duration_s, report, str(report.error) if report.error is not None else "")
+            result = KvPoolError(f"it ended unexpectedly: {error!r}")
+        self._end_load(load, duration_s, result)
 
-    def _end_load(self, load: _Load, duration_s: float, report: LoadReport | None, failure: str) -> None:
+    def _end_load(self, load: _Load, duration_s: float, result: LoadResult | Exception) -> None:
         order = load.order
-        end_chunk = report.end_chunk if report is not None else order.first_chunk
+        if isinstance(result, Exception):
+            error = result if isinstance(result, KvPoolError) else KvPoolError(str(result) or repr(result))
+            failed = tuple(range(order.first_chunk, order.end_chunk))
+            result = LoadResult(order.first_chunk, failed_chunks=failed, error=error)
+        end_chunk = result.end_chunk
         if self._loads.get(order.request_id) is load:
             del self._loads[order.request_id]
         failed_blocks: set[int] = set()
-        if report is None or end_chunk < order.end_chunk:
+        if result.error is not None or end_chunk < order.end_chunk:
             failed_blocks = order.failed_blocks(end_chunk, self._settings.chunk_tokens, self._block_tokens)
         self._failed_blocks |= failed_blocks
-        tokens = report.tokens if report is not None else TierTokens()
         end = LoadEnd(
             request_id=order.request_id,
-            chunk_count=end_chunk - order.first_chunk,
-            failed_chunks=order.end_chunk - end_chunk,
+            result=result,
             duration_s=duration_s,
             size_bytes=(end_chunk - order.first_chunk) * self._chunk_bytes,
-            copy_s=report.copy_s if report is not None else 0.0,
-            staging_tokens=tokens.staging,
-            disk_tokens=tokens.disk,
-            remote_tokens=tokens.remote,
-            cancelled=load.stop.cancelled,
-            late=report is not None and isinstance(report.error, DeadlineExceeded),
-            gone=report is not None and isinstance(report.error, (PageCorrupt, PageMissing)),
-            failure=failure,
+            cancelled=load.cancelled,
         )
         if self._settings.layerwise:
             self._spoiled_blocks |= failed_blocks  # this step computes from them
@@ -295,5 +292,6 @@ class WorkerSide:
             self._received.add(order.request_id)
 
 
-async def _cancel(stop: CancelToken) -> None:
-    stop.cancel()
+async def _cancel_begun(load: _Load) -> None:
+    if load.handle is not None:
+        load.handle.cancel()

@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import StoreReport
+from kvpool.client.engine_items import StoreResult
+from kvpool.client.pool import AsyncPool
+from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
 from kvpool.connectors.vllm.engine_work import EngineWork, WorkPoint
 from kvpool.connectors.vllm.link import PoolLink, unreachable
-from kvpool.connectors.vllm.orders import StoreEnd, StoreOrder, block_table, chain_of
+from kvpool.connectors.vllm.orders import StoreEnd, StoreOrder, block_table, prompt_of
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.turns import Turns
 
 _STORES_MAX = 16  # at once: an agent takes 64 loads and stores of a session
 
@@ -75,7 +75,7 @@ class WorkerStores:
         self._later, self._on_ended, self._now_s = later, on_ended, now_s
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Store] = deque()  # for an event
-        self._turns = Turns(count=_STORES_MAX, size_bytes=settings.store_bytes_in_flight_max)
+        self._limiter = ConcurrencyLimiter(count=_STORES_MAX, size_bytes=settings.store_bytes_in_flight_max)
 
     def start(self, order: StoreOrder, spoiled_blocks: Set[int]) -> None:
         """Store after this step's work. spoiled_blocks: what was computed in this step from them is wrong."""
@@ -145,29 +145,29 @@ class WorkerStores:
         try:
             if pool is None:
                 raise unreachable()
-            chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
+            prompt, blocks = prompt_of(order, self._settings.chunk_tokens), block_table(order, self._split)
             limit = self._window_chunks(pool)
             starts = range(order.first_chunk, order.end_chunk, limit)
             left = len(starts)
 
             async def window(chunks: range) -> None:
                 nonlocal left
-                async with self._turns.turn(len(chunks) * self._chunk_bytes):
+                async with self._limiter.acquire(len(chunks) * self._chunk_bytes):
                     if not store.kept:
                         outcome.skipped += len(chunks)
                         return
-                    ticket = await pool.store(
-                        chain,
+                    handle = await pool.store(
+                        prompt,
                         blocks,
                         first_chunk=chunks.start,
                         end_chunk=chunks.stop,
-                        kept=lambda: store.kept,
-                        after=self._work.share(point).event,
+                        still_valid=lambda: store.kept,
+                        wait_event=self._work.share(point).event,
                     )
-                    await ticket.wait_reusable()
+                    await handle.wait_released()
                     left -= 1
                     store.released = not left
-                    _add(outcome, await ticket.report(self._settings.store_hold_max_s))
+                    _add(outcome, await handle.result(self._settings.store_hold_max_s))
 
             windows = [range(start, min(start + limit, order.end_chunk)) for start in starts]
             ends = await asyncio.gather(*map(window, windows), return_exceptions=True)
@@ -179,7 +179,7 @@ class WorkerStores:
         finally:
             self._work.give_back(point)
 
-    def _window_chunks(self, pool: KvPool) -> int:
+    def _window_chunks(self, pool: AsyncPool) -> int:
         """Of one request: small enough that one is copied while the next is prepared."""
         fitting = self._settings.store_bytes_in_flight_max // 2 // max(1, self._chunk_bytes)
         return max(1, min(fitting, pool.session.max_request_chunks or fitting))
@@ -223,8 +223,8 @@ class WorkerStores:
         )
 
 
-def _add(outcome: _Outcome, report: StoreReport) -> None:
-    outcome.stored += report.stored_chunks
-    outcome.deduplicated += report.deduplicated_chunks
-    outcome.failed += len(report.failed_chunks)
-    outcome.failures |= {str(error) for error in report.failed_chunks.values()}
+def _add(outcome: _Outcome, result: StoreResult) -> None:
+    outcome.stored += result.stored_chunks
+    outcome.deduplicated += result.deduplicated_chunks
+    outcome.failed += len(result.failed_chunks)
+    outcome.failures |= {str(error) for error in result.failed_chunks.values()}

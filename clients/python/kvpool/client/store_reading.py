@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from kvpool.client.page_items import AcquireItem, Slot
 from kvpool.client.pagestore import PageStoreSession
-from kvpool.connectors.direct_values import OpenSpace, WantedPage
+from kvpool.client.store_values import OpenedShards, WantedPage
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageFault, payload_view, verify
@@ -53,7 +53,7 @@ class _TakenLeases:
 
 async def read_window(
     session: PageStoreSession,
-    space: OpenSpace,
+    space: OpenedShards,
     pages: Sequence[WantedPage],
     sources: Sequence[tuple[RemoteSource, ...]],
     wait_s: float,
@@ -86,7 +86,7 @@ class _Copying:
     def __init__(
         self,
         session: PageStoreSession,
-        space: OpenSpace,
+        space: OpenedShards,
         threads: Executor,
         take: Callable[[int, int, memoryview], None],
         read: WindowRead,
@@ -147,7 +147,7 @@ def copied_together(page_count: int) -> int:
 
 def _take_page(
     session: PageStoreSession,
-    space: OpenSpace,
+    space: OpenedShards,
     page: WantedPage,
     slot: Slot,
     take: Callable[[int, int, memoryview], None],
@@ -200,7 +200,7 @@ async def _ended(running: Sequence[asyncio.Future[ResultT]], cancel: bool = Fals
 
 
 async def all_ended(copies: Sequence[asyncio.Task[None]], *, cancel: bool = False) -> None:
-    """Wait for copies, cancelled or not: whoever gave the memory may reuse it afterwards. Raises what one raised.
+    """Wait for copies, cancelled or not: the memory's owner may reuse it afterwards. Raises what one raised.
 
     cancel: pass a cancellation on, for copies that end by themselves what cannot be stopped.
     """

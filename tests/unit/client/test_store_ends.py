@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.connectors.direct_config import DirectPoolConfig
-from kvpool.connectors.direct_pool import DirectPool
-from kvpool.connectors.direct_sync import DirectSyncPool
-from kvpool.connectors.direct_values import ChunkPlace, OpenSpace, SharedSpace
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_pool import AsyncStorePages
+from kvpool.client.store_sync import StorePages
+from kvpool.client.store_values import ChunkPlace, KeyspaceShards, OpenedShards
 from kvpool.core.grid import ShardGrid
 from kvpool.testing import eventually
 from tests.fixtures.pagestore import KEYSPACE, SPEC, new_world
@@ -22,11 +22,11 @@ from tests.fixtures.pagestore_calls import open_session, reserve_item
 from tests.fixtures.pagestore_server import Served, served
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.standstill import stood_still
-from tests.unit.connectors.test_direct_pool import Index
+from tests.unit.client.test_store_pool import Index
 
 CHAIN = ChunkPlace.chain([bytes([number]) * 16 for number in range(1, 4)])
-SPACE = OpenSpace(
-    space=SharedSpace.of("test", SPEC, ShardGrid.of(SPEC).whole_chunk(2)), keyspace=KEYSPACE, hash_key=bytes(32)
+SPACE = OpenedShards(
+    space=KeyspaceShards.of("test", SPEC, ShardGrid.of(SPEC).whole_chunk(2)), keyspace=KEYSPACE, hash_key=bytes(32)
 )
 WAIT_S = PATIENCE_S
 
@@ -47,15 +47,15 @@ class Copies:
         await asyncio.to_thread(self.began.wait, WAIT_S)
 
 
-def config(store: Served, **changes: Any) -> DirectPoolConfig:
+def config(store: Served, **changes: Any) -> StoreConfig:
     limits = ("match_timeout_s", "load_timeout_s", "store_timeout_s", "room_wait_s", "connect_timeout_s")
     given = {"index_endpoints": ["unused:1"], "pagestore": store.endpoint}
-    return DirectPoolConfig.of(given | dict.fromkeys(limits, PATIENCE_S) | changes)
+    return StoreConfig.of(given | dict.fromkeys(limits, PATIENCE_S) | changes)
 
 
 @asynccontextmanager
-async def pool_of(store: Served, **changes: Any) -> AsyncIterator[DirectPool]:
-    pool: Any = DirectPool(config(store, **changes), "test")
+async def pool_of(store: Served, **changes: Any) -> AsyncIterator[AsyncStorePages]:
+    pool: Any = AsyncStorePages(config(store, **changes), "test")
     pool._index = Index(*[len(CHAIN)] * 20)
     try:
         yield pool
@@ -64,7 +64,7 @@ async def pool_of(store: Served, **changes: Any) -> AsyncIterator[DirectPool]:
         pool._threads.shutdown(wait=False)
 
 
-async def stored(pool: DirectPool) -> None:
+async def stored(pool: AsyncStorePages) -> None:
     def fill(position: int, shard: int, payload: memoryview) -> None:
         payload[:] = bytes([position + 1]) * payload.nbytes
 
@@ -142,7 +142,7 @@ async def test_a_store_for_which_no_room_comes_is_refused_soon() -> None:
 async def test_closing_the_pool_ends_calls_with_misses_after_their_copies() -> None:
     with new_world() as world:
         async with served(world) as store:
-            pool: Any = await asyncio.to_thread(DirectSyncPool, config(store), "test")
+            pool: Any = await asyncio.to_thread(StorePages, config(store), "test")
             copies = Copies()
             waiting = asyncio.create_task(asyncio.to_thread(pool.put, SPACE, CHAIN, copies))
             await copies.begun()
@@ -159,7 +159,7 @@ async def test_closing_the_pool_ends_calls_with_misses_after_their_copies() -> N
 
 def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
     given = {"index_endpoints": ["127.0.0.1:1"], "pagestore": "unix:/nobody", "connect_timeout_s": 0.2}
-    pool = DirectSyncPool(DirectPoolConfig.of(given), "test")
+    pool = StorePages(StoreConfig.of(given), "test")
     child = os.fork()
     if not child:  # pragma: no cover - another process
         missed = pool.get(SPACE, CHAIN, lambda *_: None) == pool.put(SPACE, CHAIN, lambda *_: None) == [False] * 3
@@ -192,7 +192,7 @@ async def test_a_slot_of_another_size_is_not_written() -> None:
 async def test_an_idle_pool_lets_go_of_the_arena_of_a_pagestore_that_crashed() -> None:
     with new_world() as world:
         async with served(world) as store:
-            pool: Any = DirectPool(config(store), "test")
+            pool: Any = AsyncStorePages(config(store), "test")
             pool._index = Index(*[len(CHAIN)] * 20)
             await stored(pool)
         async with served(world) as store:

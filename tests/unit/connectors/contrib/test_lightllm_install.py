@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.connectors import lightllm_install
-from kvpool.connectors.lightllm import CpuKvCacheClient, PoolCacheWorker
+from kvpool.connectors.contrib.lightllm import install as lightllm_install
+from kvpool.connectors.contrib.lightllm.client import CpuKvCacheClient, PoolCacheWorker
 from kvpool.core.errors import InvalidRequest
 
 FILES = {
@@ -63,7 +63,7 @@ def test_the_classes_are_changed_and_the_rest_stays(package: None, monkeypatch: 
         def compute_token_list_hash(self, tokens: list[int], page_tokens: int) -> list[int]:
             return [len(tokens), page_tokens]
 
-    monkeypatch.setattr("kvpool.connectors.lightllm.CpuKvCacheClient", Client)
+    monkeypatch.setattr("kvpool.connectors.contrib.lightllm.client.CpuKvCacheClient", Client)
     requests: Any = importlib.import_module("lightllm.server.req")
     assert requests.compute_token_list_hash([1, 2, 3], 64) == [3, 64]
     assert requests.compute_token_list_hash([1], 64) == [1, 64]

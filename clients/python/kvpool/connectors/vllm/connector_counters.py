@@ -8,7 +8,7 @@ from kvpool.connectors.vllm.orders import LoadEnd, StoreEnd
 
 
 @dataclass(slots=True)
-class Tally:
+class ConnectorCounters:
     """Of all workers together: a chunk that two of them load counts twice."""
 
     lookups: int = 0
@@ -41,15 +41,15 @@ class Tally:
         """A load or store has ended."""
         if isinstance(end, LoadEnd):
             self.loads += 1
-            self.loaded_chunks += end.chunk_count
+            self.loaded_chunks += end.result.loaded_chunks
             if not end.cancelled:
                 self.failed_loads += bool(end.failed_chunks)
                 self.failed_load_chunks += end.failed_chunks
             self.load_seconds += end.duration_s
             self.loaded_bytes += end.size_bytes
-            self.staging_tokens += end.staging_tokens
-            self.disk_tokens += end.disk_tokens
-            self.remote_tokens += end.remote_tokens
+            self.staging_tokens += end.result.tokens.staging
+            self.disk_tokens += end.result.tokens.disk
+            self.remote_tokens += end.result.tokens.remote
         else:
             self.stores += 1
             self.stored_chunks += end.stored_chunks

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from kvpool.core.errors import DeadlineExceeded, ServiceUnavailable
 
 
-class Turns:
+class ConcurrencyLimiter:
     """Belongs to one event loop."""
 
     def __init__(self, at_once: int) -> None:
@@ -18,7 +18,7 @@ class Turns:
         self._closed = False
 
     @contextlib.asynccontextmanager
-    async def turn(self, ends_at_s: float) -> AsyncGenerator[None]:
+    async def acquire(self, ends_at_s: float) -> AsyncGenerator[None]:
         """Run the block when it is its turn. ends_at_s: by the loop's clock.
 
         raises: DeadlineExceeded if the calls before it took all of its time; ServiceUnavailable after `close`.

@@ -15,7 +15,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DirectPoolConfig:
+class StoreConfig:
     """Settings that all connectors of this kind have. Times bound what a sick cluster can cost an engine."""
 
     index_endpoints: tuple[str, ...]  # "host:port" of each replica
@@ -59,7 +59,7 @@ class DirectPoolConfig:
         return frozenset(one.name for one in fields(cls))
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> DirectPoolConfig:
+    def of(cls, settings: Mapping[str, Any]) -> StoreConfig:
         """From an engine's JSON; what is no setting of this class is left alone. raises: InvalidRequest naming one."""
         given = {name: settings[name] for name in cls.names() if name in settings}
         endpoints = given.get("index_endpoints", ())

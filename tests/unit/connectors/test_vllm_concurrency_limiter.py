@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from kvpool.connectors.vllm.turns import Turns
+from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
 
 
 class Requests:
     """That end when they are let."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns, self.running = turns, list[str]()
+    def __init__(self, turns: ConcurrencyLimiter) -> None:
+        self._limiter, self.running = turns, list[str]()
         self._ends: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -31,7 +31,7 @@ class Requests:
         await settle()
 
     async def _run(self, name: str, size_bytes: int) -> None:
-        async with self._turns.turn(size_bytes):
+        async with self._limiter.acquire(size_bytes):
             self.running.append(name)
             try:
                 await self._ends[name].wait()
@@ -45,7 +45,7 @@ async def settle() -> None:
 
 
 async def test_requests_run_within_both_limits_in_the_order_they_came() -> None:
-    requests = Requests(Turns(count=2, size_bytes=100))
+    requests = Requests(ConcurrencyLimiter(count=2, size_bytes=100))
     for name, size_bytes in (("a", 60), ("b", 60), ("c", 10), ("d", 10)):
         await requests.begin(name, size_bytes)
     assert requests.running == ["a"]  # c would fit, but b was first
@@ -56,7 +56,7 @@ async def test_requests_run_within_both_limits_in_the_order_they_came() -> None:
 
 
 async def test_a_request_that_is_too_large_runs_alone() -> None:
-    requests = Requests(Turns(count=4, size_bytes=100))
+    requests = Requests(ConcurrencyLimiter(count=4, size_bytes=100))
     await requests.begin("small", 10)
     await requests.begin("large", 1000)
     await requests.begin("next", 10)
@@ -68,7 +68,7 @@ async def test_a_request_that_is_too_large_runs_alone() -> None:
 
 
 async def test_who_leaves_the_queue_holds_up_nobody() -> None:
-    requests = Requests(Turns(count=4, size_bytes=100))
+    requests = Requests(ConcurrencyLimiter(count=4, size_bytes=100))
     await requests.begin("first", 60)
     await requests.begin("large", 90)
     await requests.begin("next", 10)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.connectors.lightllm import CpuKvCacheClient
-from kvpool.connectors.lightllm_settings import FIRST_IMAGE_TOKEN, vocabulary_of
+from kvpool.connectors.contrib.lightllm.client import CpuKvCacheClient
+from kvpool.connectors.contrib.lightllm.settings import FIRST_IMAGE_TOKEN, vocabulary_of
 from tests.fixtures.lightllm_caches import settings_of
 
 

@@ -11,24 +11,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kvpool.client.concurrency_limiter import ConcurrencyLimiter
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore import SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.pagestore_link import PagestoreLink
-from kvpool.connectors.direct_config import DirectPoolConfig
-from kvpool.connectors.direct_reading import read_window
-from kvpool.connectors.direct_turns import Turns
-from kvpool.connectors.direct_values import (
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_reading import read_window
+from kvpool.client.store_values import (
     ChunkPlace,
-    DirectCounts,
     FoundChunk,
-    OpenSpace,
-    SharedSpace,
+    KeyspaceShards,
+    OpenedShards,
+    StoreCounts,
     WantedPage,
     consecutive,
     wanted_pages,
 )
-from kvpool.connectors.direct_writing import write_with_patience
+from kvpool.client.store_writing import write_with_retry
 from kvpool.core.cluster import ChainMatch, NodeKind
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable
 from kvpool.core.grid import ShardGrid
@@ -41,23 +41,23 @@ reference to the payload."""
 _MATCH_CHUNKS_MAX = 1024  # of one query
 
 
-class DirectPool:
+class AsyncStorePages:
     """Belongs to one event loop. Every call takes bounded time and answers for each chunk; none raises for trouble."""
 
-    def __init__(self, config: DirectPoolConfig, peer_name: str) -> None:
+    def __init__(self, config: StoreConfig, peer_name: str) -> None:
         self._config = config
         self._index = IndexClient(config.client)
         plan = SessionPlan(endpoint=config.pagestore, peer_name=peer_name)
         self._session = PagestoreLink(plan, config.client, retry_interval_s=config.retry_interval_s)
         self._threads = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="kvpool-copy")
-        self._reads, self._writes = (Turns(config.calls_in_flight) for _ in range(2))
-        self._spaces: dict[SharedSpace, OpenSpace] = {}
+        self._reads, self._writes = (ConcurrencyLimiter(config.calls_in_flight) for _ in range(2))
+        self._spaces: dict[KeyspaceShards, OpenedShards] = {}
         self._opening = asyncio.Lock()
         self._index_failed_s = float("-inf")
         self._found: OrderedDict[bytes, FoundChunk] = OrderedDict()
-        self.counts = DirectCounts()
+        self.counts = StoreCounts()
 
-    async def open(self, space: SharedSpace) -> OpenSpace:
+    async def open(self, space: KeyspaceShards) -> OpenedShards:
         """The keyspace, opened once.
 
         raises: KeyspaceMismatch, GeometryUnsupported, NotServed, TenantDenied, Unauthenticated: what the configuration
@@ -79,11 +79,11 @@ class DirectPool:
             except KvPoolError:
                 self._index_failed_s = loop.time()
                 raise
-            found = OpenSpace(space=space, keyspace=opened.keyspace, hash_key=opened.hash_key)
+            found = OpenedShards(space=space, keyspace=opened.keyspace, hash_key=opened.hash_key)
             self._spaces[space] = found
             return found
 
-    async def find(self, space: OpenSpace, chunks: Sequence[ChunkPlace]) -> list[bool]:
+    async def find(self, space: OpenedShards, chunks: Sequence[ChunkPlace]) -> list[bool]:
         """Which chunks are in the cluster with the KV of all shards of the space, as far as the index knows."""
         found = [False] * len(chunks)
         self.counts.looked_up_chunks += len(chunks)
@@ -94,7 +94,7 @@ class DirectPool:
         self.counts.found_chunks += sum(found)
         return found
 
-    async def get(self, space: OpenSpace, chunks: Sequence[ChunkPlace], take: PayloadCopy) -> list[bool]:
+    async def get(self, space: OpenedShards, chunks: Sequence[ChunkPlace], take: PayloadCopy) -> list[bool]:
         """Read chunks; True for those of which `take` has got the KV of every shard, verified.
 
         The pages that it gets may be of other splits, with more heads than the space's shards have, or fewer. When it
@@ -108,7 +108,7 @@ class DirectPool:
         found = [self._found.get(chunk.chunk_hash, unknown) for chunk in chunks]
         pages = wanted_pages(chunks, [one.shards for one in found])
         try:
-            async with self._reads.turn(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
+            async with self._reads.acquire(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
                 for window, wait_s in self._windows(pages, session.max_leases, ends_at_s):
                     sources = [found[page.position].remote for page in window]
                     read = await read_window(session, space, window, sources, wait_s, self._threads, take)
@@ -127,7 +127,7 @@ class DirectPool:
         self.counts.missed_chunks += len(answer) - sum(answer)
         return answer
 
-    async def put(self, space: OpenSpace, chunks: Sequence[ChunkPlace], fill: PayloadCopy) -> list[bool]:
+    async def put(self, space: OpenedShards, chunks: Sequence[ChunkPlace], fill: PayloadCopy) -> list[bool]:
         """Write chunks; True for those that are in the cluster now, or that another writer is just bringing there.
 
         It waits for room in staging while other pages become durable. When it returns nothing is copied any more. After
@@ -137,9 +137,9 @@ class DirectPool:
         good: set[WantedPage] = set()
         pages = wanted_pages(chunks, [space.space.shards] * len(chunks))
         try:
-            async with self._writes.turn(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
+            async with self._writes.acquire(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
                 for window, _ in self._windows(pages, session.max_leases, ends_at_s):
-                    written = await write_with_patience(
+                    written = await write_with_retry(
                         session, space, window, ends_at_s, self._config.room_wait_s, self._threads, fill
                     )
                     good |= written.good
@@ -153,7 +153,7 @@ class DirectPool:
         self.counts.refused_chunks += len(answer) - sum(answer)
         return answer
 
-    async def clear(self, space: OpenSpace) -> bool:
+    async def clear(self, space: OpenedShards) -> bool:
         """Drop all pages of the keyspace on every pagestore; False if one of them could not be asked."""
         try:
             nodes = await self._index.list_nodes(NodeKind.PAGESTORE)
@@ -195,7 +195,7 @@ class DirectPool:
                 return
             yield pages[start : start + size], wait_s
 
-    async def _look_up(self, space: OpenSpace, chunks: Sequence[ChunkPlace], found: list[bool]) -> None:
+    async def _look_up(self, space: OpenedShards, chunks: Sequence[ChunkPlace], found: list[bool]) -> None:
         runs = list(consecutive(chunks, _MATCH_CHUNKS_MAX))
         try:
             matches = await self._match(space, chunks, runs)
@@ -209,7 +209,7 @@ class DirectPool:
                     self._remember(chunks[position].chunk_hash, place)
 
     async def _match(
-        self, space: OpenSpace, chunks: Sequence[ChunkPlace], runs: Sequence[range]
+        self, space: OpenedShards, chunks: Sequence[ChunkPlace], runs: Sequence[range]
     ) -> Sequence[ChainMatch]:
         queries = [space.query(chunks[run.start : run.stop], self._config.host_id) for run in runs]
         answers = await self._index.match_stream.match_many(queries, timeout_s=self._config.match_timeout_s)
@@ -218,7 +218,7 @@ class DirectPool:
                 raise answer
         return [answer for answer in answers if isinstance(answer, ChainMatch)]
 
-    def _places(self, space: OpenSpace, match: ChainMatch) -> Iterator[FoundChunk | None]:
+    def _places(self, space: OpenedShards, match: ChainMatch) -> Iterator[FoundChunk | None]:
         """For each matched chunk what to read of which nodes; None where some of the space's KV is nowhere."""
         grid = ShardGrid.of(space.space.spec)
         for run in match.runs:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.connectors import lightllm_calls
-from kvpool.connectors.lightllm_calls import CallClient, CallServer
-from kvpool.connectors.lightllm_peers import Peers
+from kvpool.connectors.contrib.lightllm import calls as lightllm_calls
+from kvpool.connectors.contrib.lightllm.calls import CallClient, CallServer
+from kvpool.connectors.contrib.lightllm.peers import Peers
 from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, ServiceUnavailable
 from kvpool.testing import eventually_sync
 

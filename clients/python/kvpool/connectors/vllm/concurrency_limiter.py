@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turns:
+class ConcurrencyLimiter:
     """So many requests at once, of so many bytes together, first come first served. Belongs to one event loop."""
 
     def __init__(self, *, count: int, size_bytes: int) -> None:
@@ -18,7 +18,7 @@ class Turns:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
-    async def turn(self, size_bytes: int) -> AsyncIterator[None]:
+    async def acquire(self, size_bytes: int) -> AsyncIterator[None]:
         """Wait for its turn, and have it until the block ends."""
         if self._waiting or not self._fits(size_bytes):
             turn = asyncio.get_running_loop().create_future()

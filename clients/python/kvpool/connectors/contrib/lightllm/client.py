@@ -1,6 +1,6 @@
 """lightllm's multi-level cache over the cluster: stand-ins for its CPU-cache client and for its disk worker.
 
-`lightllm_install` puts them in the place of lightllm's own. Pages of the CPU cache stay lightllm's shared memory, which
+`install` puts them in the place of lightllm's own. Pages of the CPU cache stay lightllm's shared memory, which
 its kernels copy to and from; the level below is the cluster.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvpool.connectors.lightllm_calls import CallClient
-from kvpool.connectors.lightllm_owner import CacheOwner
-from kvpool.connectors.lightllm_settings import LightLlmSettings, settings_of_server
+from kvpool.connectors.contrib.lightllm.calls import CallClient
+from kvpool.connectors.contrib.lightllm.owner import CacheOwner
+from kvpool.connectors.contrib.lightllm.settings import LightLlmSettings, settings_of_server
 from kvpool.core.chunks import Tokens, chunk_hashes
 from kvpool.core.errors import InvalidRequest, KvPoolError
 

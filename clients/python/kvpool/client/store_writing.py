@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from kvpool.client.page_items import ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession
 from kvpool.client.retry import Backoff
-from kvpool.connectors.direct_reading import all_ended, copied_together, in_thread
-from kvpool.connectors.direct_values import OpenSpace, WantedPage
+from kvpool.client.store_reading import all_ended, copied_together, in_thread
+from kvpool.client.store_values import OpenedShards, WantedPage
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError
 from kvpool.core.outcome import Admission
 from kvpool.core.page import page_bytes, payload_view, seal
@@ -32,9 +32,9 @@ class WindowWritten:
     error: KvPoolError | None = None
 
 
-async def write_with_patience(
+async def write_with_retry(
     session: PageStoreSession,
-    space: OpenSpace,
+    space: OpenedShards,
     pages: Sequence[WantedPage],
     ends_at_s: float,
     room_wait_s: float,
@@ -65,7 +65,7 @@ async def write_with_patience(
 
 async def write_window(
     session: PageStoreSession,
-    space: OpenSpace,
+    space: OpenedShards,
     pages: Sequence[WantedPage],
     wait_s: float,
     threads: Executor,
@@ -100,7 +100,7 @@ async def write_window(
 
 async def _write(
     session: PageStoreSession,
-    space: OpenSpace,
+    space: OpenedShards,
     reserved: Sequence[tuple[WantedPage, Slot]],
     ends_at_s: float,
     threads: Executor,
@@ -137,7 +137,7 @@ async def _write(
 
 def _fill_page(
     session: PageStoreSession,
-    space: OpenSpace,
+    space: OpenedShards,
     page: WantedPage,
     slot: Slot,
     fill: Callable[[int, int, memoryview], None],

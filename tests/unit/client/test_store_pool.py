@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvpool.client.index import OpenedKeyspace
-from kvpool.connectors.direct_config import DirectPoolConfig
-from kvpool.connectors.direct_pool import DirectPool
-from kvpool.connectors.direct_values import ChunkPlace, OpenSpace, SharedSpace
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_pool import AsyncStorePages
+from kvpool.client.store_values import ChunkPlace, KeyspaceShards, OpenedShards
 from kvpool.core.cluster import ChainMatch, ChainQuery, Location, MatchRun, NodeInfo, NodeKind
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.core.grid import ShardGrid
@@ -20,7 +20,7 @@ from kvpool.core.outcome import Tier
 from tests.fixtures.pagestore import KEYSPACE, SPEC
 
 CHAIN = ChunkPlace.chain([bytes([number]) * 16 for number in range(5)])
-SPACE = SharedSpace.of("test", SPEC, ShardGrid.of(SPEC).all_shards)
+SPACE = KeyspaceShards.of("test", SPEC, ShardGrid.of(SPEC).all_shards)
 NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, bulk_endpoint="host:1")
 
 
@@ -56,17 +56,17 @@ class Index:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Callable[[Index], tuple[DirectPool, OpenSpace]]:
-    def make(index: Index) -> tuple[DirectPool, OpenSpace]:
-        config = DirectPoolConfig.of({"index_endpoints": ["unused:1"], "pagestore": f"unix:{tmp_path}/nobody"})
-        pool: Any = DirectPool(config, "test")
+def made(tmp_path: Path) -> Callable[[Index], tuple[AsyncStorePages, OpenedShards]]:
+    def make(index: Index) -> tuple[AsyncStorePages, OpenedShards]:
+        config = StoreConfig.of({"index_endpoints": ["unused:1"], "pagestore": f"unix:{tmp_path}/nobody"})
+        pool: Any = AsyncStorePages(config, "test")
         pool._index = index
-        return pool, OpenSpace(space=SPACE, keyspace=KEYSPACE, hash_key=bytes(32))
+        return pool, OpenedShards(space=SPACE, keyspace=KEYSPACE, hash_key=bytes(32))
 
     return make
 
 
-Make = Callable[[Index], tuple[DirectPool, OpenSpace]]
+Make = Callable[[Index], tuple[AsyncStorePages, OpenedShards]]
 
 
 async def test_a_keyspace_that_the_index_has_lost_is_opened_again(made: Make) -> None:

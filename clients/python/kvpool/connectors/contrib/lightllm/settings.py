@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvpool.connectors.direct_config import DirectPoolConfig
-from kvpool.connectors.direct_values import SharedSpace
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_values import KeyspaceShards
 from kvpool.connectors.strided_pages import StridedPages, bytes_of
 from kvpool.core.cache_axes import CacheAxes
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
@@ -44,7 +44,7 @@ class CacheMeta(Protocol):
 class LightLlmSettings:
     """One server's. socket: where its processes meet. tensor(init): the pages, made or attached."""
 
-    pool: DirectPoolConfig
+    pool: StoreConfig
     meta: CacheMeta
     tensor: Callable[[bool], Any]
     socket: str
@@ -54,10 +54,10 @@ class LightLlmSettings:
     offload_tokens_min: int = 0  # shorter prompts are not stored
     vocabulary: int = FIRST_IMAGE_TOKEN  # token ids from here on name no text
 
-    def space(self) -> SharedSpace:
+    def space(self) -> KeyspaceShards:
         """The keyspace. raises: GeometryUnsupported for a cache that is not served, saying why."""
         spec = keyspace_spec(self.meta, self.model_id, self.model_revision)
-        return SharedSpace.of("lightllm", spec, self._pages_of(spec, None).shards, self.keyspace_name)
+        return KeyspaceShards.of("lightllm", spec, self._pages_of(spec, None).shards, self.keyspace_name)
 
     def pages(self, tensor: Any) -> StridedPages:
         """The cache's pages. tensor: [page_num, layer_num, token_page_size, num_heads, merged row], contiguous."""
@@ -141,7 +141,7 @@ def settings_of_server(variables: Mapping[str, str] = os.environ) -> LightLlmSet
         return CpuCacheCreator(tensor_spec=spec).create_or_attach(init_shm_data=init, pin=not init)
 
     return LightLlmSettings(
-        pool=DirectPoolConfig.of(given),
+        pool=StoreConfig.of(given),
         meta=meta,
         tensor=tensor,
         socket=given.get("socket") or f"/tmp/kvpool-lightllm-{get_unique_server_name()}.sock",

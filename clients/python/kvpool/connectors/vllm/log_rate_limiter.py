@@ -8,7 +8,7 @@ from collections.abc import Callable
 _PAUSE_S = 10.0
 
 
-class Seldom:
+class LogRateLimiter:
     """Of one place; subjects are few."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic, pause_s: float = _PAUSE_S) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpool.connectors.lightllm import CacheLock, CpuKvCacheClient, PoolCacheWorker
-from kvpool.connectors.lightllm_settings import CacheMeta, keyspace_spec, settings_of_server
+from kvpool.connectors.contrib.lightllm.client import CacheLock, CpuKvCacheClient, PoolCacheWorker
+from kvpool.connectors.contrib.lightllm.settings import CacheMeta, keyspace_spec, settings_of_server
 from kvpool.core.errors import GeometryUnsupported
 from kvpool.core.keyspace import Codec
 from tests.fixtures import lightllm_caches
 
-RECORDED = json.loads((Path(__file__).resolve().parents[2] / "fixtures/interfaces/lightllm.json").read_text())
+RECORDED = json.loads((Path(__file__).resolve().parents[3] / "fixtures/interfaces/lightllm.json").read_text())
 
 
 @pytest.mark.parametrize(

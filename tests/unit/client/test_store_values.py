@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.connectors.direct_config import DirectPoolConfig
-from kvpool.connectors.direct_values import ChunkPlace, consecutive, wanted_pages
-from kvpool.connectors.lmcache_objects import ObjectNames, layout_of_description, layout_of_object, object_hash
+from kvpool.client.object_store import object_hash
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_values import ChunkPlace, consecutive, wanted_pages
+from kvpool.connectors.lmcache_objects import ObjectNames, layout_of_description, layout_of_object, object_key
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.foreign_keys import foreign_chunk_hash, object_keyspace, object_range
 from kvpool.core.grid import ShardGrid
@@ -21,11 +22,11 @@ GIVEN: dict[str, Any] = {"index_endpoints": ["a:1", "b:2"], "pagestore": "unix:/
 
 
 def test_settings_from_an_engines_json() -> None:
-    config = DirectPoolConfig.of({**GIVEN, "load_timeout_s": 3, "something of the engine": 1})
+    config = StoreConfig.of({**GIVEN, "load_timeout_s": 3, "something of the engine": 1})
     assert config.index_endpoints == ("a:1", "b:2") and config.load_timeout_s == 3
-    assert DirectPoolConfig.of({**GIVEN, "index_endpoints": "a:1, b:2"}).index_endpoints == ("a:1", "b:2")
+    assert StoreConfig.of({**GIVEN, "index_endpoints": "a:1, b:2"}).index_endpoints == ("a:1", "b:2")
     assert config.client.index_endpoints == ("a:1", "b:2")
-    assert "secret" not in repr(DirectPoolConfig.of({**GIVEN, "bearer_token": "secret"}))
+    assert "secret" not in repr(StoreConfig.of({**GIVEN, "bearer_token": "secret"}))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_settings_from_an_engines_json() -> None:
 )
 def test_wrong_settings_are_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
-        DirectPoolConfig.of({**GIVEN, **change})
+        StoreConfig.of({**GIVEN, **change})
 
 
 def test_chains_are_asked_for_in_runs() -> None:
@@ -76,7 +77,7 @@ def test_names_differ_in_every_part() -> None:
     assert foreign_chunk_hash(bytes([1] * 32), [b"abc"]) != foreign_chunk_hash(key, [b"abc"])
     one: dict[str, Any] = {"chunk_hash": b"1", "kv_rank": 1, "object_group_id": 0, "cache_salt": ""}
     others: list[dict[str, Any]] = [{"kv_rank": 2}, {"object_group_id": 1}, {"cache_salt": "x"}, {"chunk_hash": b"2"}]
-    hashes = {object_hash(key, SimpleNamespace(**{**one, **change})) for change in [{}, *others]}
+    hashes = {object_hash(key, object_key(SimpleNamespace(**{**one, **change}))) for change in [{}, *others]}
     assert len(hashes) == 5
 
 

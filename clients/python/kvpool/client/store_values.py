@@ -49,7 +49,7 @@ class ChunkPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedSpace:
+class KeyspaceShards:
     """A keyspace by its name, and the shards of each chunk that this engine rank writes.
 
     It reads the same layers and heads from pages of any split.
@@ -60,17 +60,17 @@ class SharedSpace:
     shards: int  # bitmap
 
     @classmethod
-    def of(cls, engine: str, spec: KeyspaceSpec, shards: int, name: str = "") -> SharedSpace:
+    def of(cls, engine: str, spec: KeyspaceSpec, shards: int, name: str = "") -> KeyspaceShards:
         """name: empty for one that is derived from the engine, the model and everything else in the specification."""
         digest = keyspace_id(encode_keyspace(engine, spec)).hex()[:12]
         return cls(name=name or f"{engine}/{spec.model_id}/{digest}", spec=spec, shards=shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenSpace:
+class OpenedShards:
     """A keyspace that the index has opened."""
 
-    space: SharedSpace
+    space: KeyspaceShards
     keyspace: bytes  # 16-byte id
     hash_key: bytes  # 32 bytes, of its chunk hashes
 
@@ -138,7 +138,7 @@ def _follows(before: ChunkPlace, after: ChunkPlace) -> bool:
 
 
 @dataclass(slots=True)
-class DirectCounts:
+class StoreCounts:
     """What a pool has done since it was made. Written on its loop only."""
 
     looked_up_chunks: int = 0

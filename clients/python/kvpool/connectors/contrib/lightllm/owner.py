@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpool.connectors.direct_sync import DirectSyncPool
-from kvpool.connectors.direct_values import ChunkPlace, OpenSpace
-from kvpool.connectors.lightllm_calls import CallServer
-from kvpool.connectors.lightllm_ledger import NO_PAGE, OffloadGroup, PageLedger
-from kvpool.connectors.lightllm_peers import Peers
-from kvpool.connectors.lightllm_settings import LightLlmSettings
+from kvpool.client.store_sync import StorePages
+from kvpool.client.store_values import ChunkPlace, OpenedShards
+from kvpool.connectors.contrib.lightllm.calls import CallServer
+from kvpool.connectors.contrib.lightllm.ledger import NO_PAGE, OffloadGroup, PageLedger
+from kvpool.connectors.contrib.lightllm.peers import Peers
+from kvpool.connectors.contrib.lightllm.settings import LightLlmSettings
 from kvpool.core.chunks import HASH_BYTES
 from kvpool.core.errors import InvalidRequest
 
@@ -24,20 +24,20 @@ class CacheOwner:
     """Thread-safe; lightllm's other processes call it through its socket."""
 
     def __init__(self, settings: LightLlmSettings, tensor: Any) -> None:
-        """tensor: the cache's pages. raises: what the configuration must change, see DirectPool.open."""
+        """tensor: the cache's pages. raises: what the configuration must change, see AsyncStorePages.open."""
         self._settings = settings
         self._pages = settings.pages(tensor)
         self._ledger = PageLedger(settings.meta.page_num, _GROUPS_MAX)
         self._lock = threading.Lock()
         self._offered = threading.Condition(self._lock)
-        self._pool = DirectSyncPool(settings.pool, "lightllm")
-        self._space: OpenSpace | None = None
+        self._pool = StorePages(settings.pool, "lightllm")
+        self._space: OpenedShards | None = None
         self._closed = False
         self.opened()
         self._peers = Peers(self._recycle_pages)
         self._server = CallServer(settings.socket, self._connect)
 
-    def opened(self) -> OpenSpace | None:
+    def opened(self) -> OpenedShards | None:
         """The keyspace; None as long as the index was never reached."""
         if self._space is None:
             self._space = self._pool.open(self._settings.space())

@@ -24,7 +24,7 @@ def install_when_imported() -> None:
 
 
 def _change_client(module: Any) -> None:
-    from kvpool.connectors.lightllm import CpuKvCacheClient
+    from kvpool.connectors.contrib.lightllm.client import CpuKvCacheClient
 
     if hasattr(module, "CpuPageAllocState"):
         raise InvalidRequest(
@@ -39,7 +39,7 @@ def _change_hash(module: Any) -> None:
     clients: list[Any] = []
 
     def compute_token_list_hash(tokens: Sequence[int], cpu_cache_token_page_size: int) -> list[int]:
-        from kvpool.connectors.lightllm import CpuKvCacheClient
+        from kvpool.connectors.contrib.lightllm.client import CpuKvCacheClient
 
         if not clients:
             clients.append(CpuKvCacheClient(only_create_meta_data=True, init_shm_data=False))
@@ -50,7 +50,7 @@ def _change_hash(module: Any) -> None:
 
 
 def _make_worker(module: Any) -> None:
-    from kvpool.connectors.lightllm import PoolCacheWorker
+    from kvpool.connectors.contrib.lightllm.client import PoolCacheWorker
 
     module.DiskCacheWorker = PoolCacheWorker
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvpool.connectors.lightllm_ledger import NO_PAGE, PageLedger
+from kvpool.connectors.contrib.lightllm.ledger import NO_PAGE, PageLedger
 from kvpool.core.errors import InvalidRequest
 
 KEYS = st.lists(st.integers(1, 9), min_size=1, max_size=5, unique=True)

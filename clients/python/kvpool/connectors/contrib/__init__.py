@@ -1,0 +1,1 @@
+"""Connectors for engines that are checked against a recorded interface, not against the engine itself."""

@@ -1,0 +1,79 @@
+"""The digest of a checkpoint's weights: what parts them, and how much is read of them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.client.checkpoint import checkpoint_model, tensor_windows, weights_digest
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.keyspace import Dtype
+
+CONFIG = {
+    "model_type": "tiny",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(directory: Path, content: bytes, *, name: str = "layer", dtype: str = "U8", **config: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    tensor = {"dtype": dtype, "shape": [len(content)], "data_offsets": [0, len(content)]}
+    header = json.dumps({name: tensor}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + content)
+    (directory / "config.json").write_text(json.dumps(CONFIG | config))
+    return directory
+
+
+def test_what_is_computed_counts_and_where_it_came_from_does_not(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 64
+    first = weights_digest(write(tmp_path / "a", content))
+    assert first == weights_digest(write(tmp_path / "b", content, _name_or_path="x", transformers_version="9"))
+    others = [
+        weights_digest(write(tmp_path / "c", content[:-1] + b"!")),
+        weights_digest(write(tmp_path / "d", b"!" + content[1:])),
+        weights_digest(write(tmp_path / "e", content, name="other")),
+        weights_digest(write(tmp_path / "f", content, dtype="I8")),
+        weights_digest(write(tmp_path / "g", content, rms_norm_eps=1e-3)),
+    ]
+    assert len({first, *others}) == 6
+
+
+def test_a_bounded_part_of_each_tensor_is_read() -> None:
+    assert sum(map(len, tensor_windows(100 << 30))) == 4096
+    assert tensor_windows(100) == [range(100)]
+    assert tensor_windows(0) == [range(0)]
+    windows = tensor_windows(1_000_001)
+    assert windows[0].start == 0 and windows[-1].stop > 1_000_001 - 8
+    assert all(window.start % 8 == 0 for window in windows)
+
+
+def test_files_of_other_kinds_are_sampled(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"weights" * 1000)
+    first = weights_digest(tmp_path / "model.gguf")
+    assert first == weights_digest(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"Weights" * 1000)
+    assert weights_digest(tmp_path) != first
+    (tmp_path / "model.gguf").unlink()
+    assert weights_digest(tmp_path) is None
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(InvalidRequest, match=r"model\.safetensors"):
+        weights_digest(tmp_path)
+
+
+def test_the_model_of_a_checkpoint(tmp_path: Path) -> None:
+    model = checkpoint_model(write(tmp_path, bytes(100)))
+    assert (model.name, model.layers, model.kv_heads, model.head_dim) == ("tiny-2x64", 2, 2, 16)
+    assert model.spec.dtype is Dtype.BF16 and model.spec.salt == b""
+    with pytest.raises(InvalidRequest, match=r"config\.json"):
+        checkpoint_model(tmp_path / "absent")
