@@ -102,7 +102,11 @@ def test_pages_are_matched_flushed_and_cleared(cluster: Cluster, tmp_path: Path)
     assert node["pages"]["dirty"] == 0
     assert node["pages"]["disk"] == node["pages"]["staging"] > 0
 
-    cluster.run("clear", "--keyspace", KEYSPACE_NAME, text="")
+    assert "--yes" in cluster.run("clear", "--keyspace", KEYSPACE_NAME, text="y\n", code=2)
+    (would,) = cluster.json("clear", "--dry-run")["nodes"]
+    assert (would["would_evict_chunks"], would["error"]) == (4, "")
+    assert cluster.json("match", str(file))["matched_chunks"] == 4, "nothing was changed"
+    cluster.run("clear", "--keyspace", KEYSPACE_NAME, "--yes", text="")
     eventually_sync(lambda: cluster.json("match", str(file))["matched_chunks"] == 0)
     node = next(node for node in cluster.json("status")["nodes"] if node["kind"] == "pagestore")
     assert node["pages"] == {"staging": 0, "dirty": 0, "disk": 0}

@@ -174,7 +174,7 @@ def test_staging_is_freed_without_a_loss_on_one_node(old: Cluster, tokens: str) 
     eventually_sync(lambda: matching(cluster, tokens, 4)["tokens_by_tier"]["disk"] == 4 * CHUNK_TOKENS)
     report, equal = cluster.load(TOKENS)
     assert report.loaded_chunks == 4 and equal
-    assert "no live pagestore" in cluster.run("evict", tokens, "--node", "nowhere", code=1)
+    assert "no live pagestore" in cluster.run("evict", tokens, "--node", "nowhere", "--yes", code=1)
 
 
 def test_top_shows_the_traffic(old: Cluster) -> None:

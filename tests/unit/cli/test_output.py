@@ -11,7 +11,17 @@ import pytest
 
 from kvpool.cli import output
 from kvpool.cli.main import main
-from kvpool.cli.output import EXIT_USAGE, CommandFailed, ask, cut, duration_from_text, fail, size, size_from_text, table
+from kvpool.cli.output import (
+    EXIT_USAGE,
+    NotConfirmed,
+    confirm,
+    cut,
+    duration_from_text,
+    fail,
+    size,
+    size_from_text,
+    table,
+)
 from kvpool.core.errors import StartupFailed
 
 
@@ -80,19 +90,19 @@ def test_a_person_is_asked_beside_the_output_and_an_ended_terminal_is_a_no(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal(typed))
     if is_agreed:
-        ask("Really?", yes=False)
+        confirm("Really?", yes=False)
     else:
-        with pytest.raises(CommandFailed, match="nothing was done"):
-            ask("Really?", yes=False)
+        with pytest.raises(NotConfirmed, match="nothing was changed"):
+            confirm("Really?", yes=False)
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "Really? [y/N] ")
 
 
-def test_nobody_is_asked_who_agreed_before_or_is_no_person(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", Terminal(""))
-    ask("Really?", yes=True)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    ask("Really?", yes=False)
+def test_without_a_terminal_only_yes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    confirm("Really?", yes=True)
+    with pytest.raises(NotConfirmed, match="--yes"):
+        confirm("Really?", yes=False)
 
 
 def test_a_failure_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.cli.chains import add_tokens, chain_of, read_tokens
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, ask, print_json, show, size, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, confirm, print_json, show, size, table
 from kvpool.cli.targets import (
     Target,
     add_target,
@@ -56,13 +56,13 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--staging-only", action="store_true", help="free memory: only pages that are also on disk")
     parser.add_argument("--pinned", action="store_true", help="pinned pages too")
     parser.add_argument("--dry-run", action="store_true", help="only tell what would go; nothing is changed")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--yes", action="store_true", help="do not ask; needed without a terminal")
     parser.add_argument("--json", action="store_true", help="a document for programs")
     parser.set_defaults(run=run_evict)
 
 
 def run_evict(arguments: argparse.Namespace) -> int:
-    """Evict; exit code 1 unless every node that was asked did it. A person at a terminal is asked first."""
+    """Evict; exit code 1 unless every node that was asked did it. Asks first; without a terminal it wants --yes."""
     if bool(arguments.tokens) == arguments.whole_keyspace:
         raise CommandFailed("name a FILE of tokens, or --whole-keyspace with --keyspace; not both")
     if arguments.whole_keyspace and not arguments.keyspace:
@@ -78,7 +78,9 @@ def run_evict(arguments: argparse.Namespace) -> int:
         return _exit_code(previews)
     if not arguments.staging_only:
         what = f"all chunks of keyspace {arguments.keyspace}" if tokens is None else f"the chunks of {arguments.tokens}"
-        ask(f"Evict {what} from {arguments.node or 'every pagestore'}? Engines compute them again.", yes=arguments.yes)
+        confirm(
+            f"Evict {what} from {arguments.node or 'every pagestore'}? Engines compute them again.", yes=arguments.yes
+        )
     answers = run(_evict(target, arguments, tokens))
     if arguments.json:
         print_json(to_document(answers))
@@ -134,21 +136,17 @@ async def _preview(target: Target, arguments: argparse.Namespace, tokens: Sequen
     asked = await _asked(target, arguments, tokens)
 
     async def preview(control: PageStoreControl) -> EvictPreview:
-        previews = [
-            await control.preview_evict(
-                asked.keyspace,
-                batch,
-                staging_only=asked.staging_only,
-                with_pinned=asked.with_pinned,
-                timeout_s=CALL_TIMEOUT_S,
-            )
-            for batch in asked.batches
-        ]
-        return EvictPreview(
-            outcome=_sum([one.outcome for one in previews]),
-            chunk_count=sum(one.chunk_count for one in previews),
-            staging_bytes=sum(one.staging_bytes for one in previews),
-            disk_bytes=sum(one.disk_bytes for one in previews),
+        return sum_previews(
+            [
+                await control.preview_evict(
+                    asked.keyspace,
+                    batch,
+                    staging_only=asked.staging_only,
+                    with_pinned=asked.with_pinned,
+                    timeout_s=CALL_TIMEOUT_S,
+                )
+                for batch in asked.batches
+            ]
         )
 
     return await on_pagestores(target, asked.nodes, preview)
@@ -159,6 +157,16 @@ def _sum(outcomes: Sequence[EvictOutcome]) -> EvictOutcome:
         page_count=sum(one.page_count for one in outcomes),
         pinned_count=sum(one.pinned_count for one in outcomes),
         undurable_count=sum(one.undurable_count for one in outcomes),
+    )
+
+
+def sum_previews(previews: Sequence[EvictPreview]) -> EvictPreview:
+    """One preview of several parts."""
+    return EvictPreview(
+        outcome=_sum([one.outcome for one in previews]),
+        chunk_count=sum(one.chunk_count for one in previews),
+        staging_bytes=sum(one.staging_bytes for one in previews),
+        disk_bytes=sum(one.disk_bytes for one in previews),
     )
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvpool import __version__
-from kvpool.cli.output import EXIT_FAILED, EXIT_USAGE, CommandFailed, fail
+from kvpool.cli.output import EXIT_FAILED, EXIT_USAGE, CommandFailed, NotConfirmed, fail
 from kvpool.cli.state import DEFAULT_STATE_DIR
 from kvpool.core.errors import KvPoolError, StartupFailed
 
@@ -87,7 +87,11 @@ COMMANDS = {
             "kvpool evict --keyspace llama --whole-keyspace --staging-only --node host-3",
         ),
     ),
-    "clear": Command("clear", "drop the pages of a keyspace, or all", ("kvpool clear --keyspace llama --yes",)),
+    "clear": Command(
+        "clear",
+        "drop the pages of a keyspace, or all",
+        ("kvpool clear --dry-run", "kvpool clear --keyspace llama --yes"),
+    ),
     "export": Command(
         "export",
         "write the pages of prefixes, or of a keyspace, to one portable verified file",
@@ -199,7 +203,7 @@ def _run(arguments: argparse.Namespace) -> int:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
-    except StartupFailed as error:
+    except (StartupFailed, NotConfirmed) as error:
         return fail(error, code=EXIT_USAGE)
     except (CommandFailed, KvPoolError) as error:
         return fail(error)

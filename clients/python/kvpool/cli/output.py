@@ -19,6 +19,10 @@ class CommandFailed(Exception):
     """A command cannot do what it was asked; the message, one line, says what to do next."""
 
 
+class NotConfirmed(CommandFailed):
+    """A destructive command was not confirmed: nothing was changed; exit code 2."""
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
     """Columns padded to their widest cell; `right` names the columns of numbers."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
@@ -112,15 +116,20 @@ def duration_from_text(text: str) -> float:
     return duration_s
 
 
-def ask(question: str, *, yes: bool) -> None:
-    """Have a person at a terminal agree; a program is taken to know what it does. Raises CommandFailed."""
-    if yes or not sys.stdin.isatty():
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before something destructive. Raises NotConfirmed unless `yes`, or a person at a terminal agrees.
+
+    Off a terminal (cron, `kubectl exec` without -it, a pipe) only `yes` counts.
+    """
+    if yes:
         return
+    if not sys.stdin.isatty():
+        raise NotConfirmed("refused without a terminal: nothing was changed; give --yes to go ahead")
     # Not by input(), which asks on stdout: a person who redirects the answer to a file must see the question.
     sys.stderr.write(f"{printable(question)} [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # also where the terminal has ended
-        raise CommandFailed("nothing was done; answer y, or give --yes")
+        raise NotConfirmed("nothing was changed; answer y, or give --yes")
 
 
 def print_json(document: Mapping[str, Any]) -> None:
