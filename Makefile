@@ -98,8 +98,8 @@ demo: setup
 
 bench: setup
 	@mkdir -p .kvpool
-	$(RUN) -m kvpool.cli.main bench pages --json .kvpool/bench-pages.json $(BENCH_ARGS)
-	$(RUN) -m kvpool.cli.main bench match --json .kvpool/bench-match.json $(BENCH_ARGS)
+	$(RUN) -m bench pages --json .kvpool/bench-pages.json $(BENCH_ARGS)
+	$(RUN) -m bench match --json .kvpool/bench-match.json $(BENCH_ARGS)
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

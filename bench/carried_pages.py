@@ -23,8 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench.rig.cluster import bench_cluster
 from kvpool import __version__
-from kvpool.cli.bench_cluster import bench_cluster
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.cli.export_file import ExportWriter
 from kvpool.client.config import ClientConfig

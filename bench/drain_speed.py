@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpool.cli.bench_cluster import bench_cluster
-from kvpool.cli.bench_engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
-from kvpool.cli.bench_session import PAGE_BYTES, PAYLOAD_BYTES
+from bench.rig.cluster import bench_cluster
+from bench.rig.engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
+from bench.rig.session import PAGE_BYTES, PAYLOAD_BYTES
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpool.cli.bench_cluster import bench_cluster
+from bench.rig.cluster import bench_cluster
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl

@@ -31,9 +31,9 @@ from typing import TypeAlias
 import grpc
 import numpy as np
 
-from kvpool.cli.bench_cluster import bench_cluster, endpoint_of
-from kvpool.cli.bench_engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
-from kvpool.cli.bench_session import METADATA, PAGE_BYTES, PAYLOAD_BYTES
+from bench.rig.cluster import bench_cluster, endpoint_of
+from bench.rig.engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
+from bench.rig.session import METADATA, PAGE_BYTES, PAYLOAD_BYTES
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.cli.output import table
 from kvpool.cli.state import ClusterState

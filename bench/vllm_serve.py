@@ -1,6 +1,6 @@
 """What do users of vLLM's own OpenAI server see with and without kvpool, under one load of conversations?
 
-vLLM's CPU build serves a Llama with random weights (float32), one thread; `kvpool bench serve` puts one seeded load
+vLLM's CPU build serves a Llama with random weights (float32), one thread; `python -m bench serve` puts one seeded load
 on a server without kvpool, on one with an empty pool, and on one that was started anew and finds what the one before it
 had stored. Each server is a fresh process, so its own prefix cache is cold.
 
@@ -104,7 +104,7 @@ def measure(url: str, name: str, out: Path, requests: int, metrics: list[str]) -
     more = [part for address in metrics for part in ("--metrics", address)]
     subprocess.run(
         [
-            *(sys.executable, "-m", "kvpool.cli.main", "bench", "serve", "--base-url", url, *LOAD, *more),
+            *(sys.executable, "-m", "bench", "serve", "--base-url", url, *LOAD, *more),
             *("--requests", str(requests), "--name", name, "--json", str(out / f"{name}.json")),
         ],
         check=True,
@@ -141,7 +141,7 @@ def main() -> None:
         finally:
             cluster.run("down")
     files = [str(out / f"{name}.json") for name, _, _ in runs]
-    command: list[Any] = [sys.executable, "-m", "kvpool.cli.main", "bench", "serve-report", *files]
+    command: list[Any] = [sys.executable, "-m", "bench", "serve-report", *files]
     subprocess.run([*command, "--html", str(out / "report.html")], check=True)
 
 

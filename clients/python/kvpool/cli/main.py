@@ -121,16 +121,6 @@ COMMANDS = {
         "what pagestores do with a keyspace: disk writes, staging, replicas, quota",
         ("kvpool policy set llama --write-policy write-through --replicas 2 --quota 10GiB", "kvpool policy show"),
     ),
-    "replay": Command(
-        "replay",
-        "hit rate of a trace of requests, by eviction policy and capacity",
-        ("kvpool replay trace.jsonl --capacity 10%",),
-    ),
-    "bench": Command(
-        "bench",
-        "measure pages, matches, the GPU path, or any OpenAI-compatible server",
-        ("kvpool bench pages", "kvpool bench serve --base-url http://host:8000 --rate 4 --requests 400"),
-    ),
     "completion": Command(
         "completion",
         "print a script that completes commands and options in bash, zsh or fish",
@@ -192,7 +182,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # modules of commands take their time
         return EXIT_FAILED
     arguments.argv = argv
-    arguments.state_dir_given = arguments.state_dir is not None
     if arguments.state_dir is None:
         arguments.state_dir = Path(os.environ.get("KVPOOL_STATE_DIR") or DEFAULT_STATE_DIR)
     return _run(arguments)
