@@ -17,8 +17,8 @@ from bench.match import FULL_REPETITIONS, QUICK_REPETITIONS, measure_matches
 from bench.pages import FULL, QUICK, measure_pages
 from bench.rig.results import Results
 from bench.serve import command, options
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, EXIT_USAGE, CommandFailed, fail, say
 from kvpool.core.errors import KvPoolError, StartupFailed
+from kvpool_cli.output import EXIT_FAILED, EXIT_OK, EXIT_USAGE, CommandFailed, fail, say
 
 
 def build_parser() -> argparse.ArgumentParser:

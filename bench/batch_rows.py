@@ -26,7 +26,6 @@ import torch
 from bench.ttft_gpu import Bench, state_directory
 from bench.ttft_model import SHAPES, build_model, prompt_of, synchronize
 from bench.waiting import until
-from kvpool.cli.output import size_from_text, table
 from kvpool.client.config import ClientConfig
 from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import block_memory
@@ -35,6 +34,7 @@ from kvpool.connectors.running_prefix import FoundPrefix
 from kvpool.connectors.transformers_batch import find_rows
 from kvpool.connectors.transformers_blocks import block_bytes, block_layout
 from kvpool.connectors.transformers_model import keyspace_spec
+from kvpool_cli.output import size_from_text, table
 
 CHUNK_TOKENS = 256
 PASS_TOKENS = (1, 32, 64, 128, 256, 512, 1024)

@@ -25,8 +25,6 @@ from typing import Any
 
 from bench.rig.cluster import bench_cluster
 from kvpool import __version__
-from kvpool.cli.cluster import ClusterOptions
-from kvpool.cli.export_file import ExportWriter
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.chunks import ROOT_HASH, chunk_hashes, group_head_index
@@ -34,6 +32,8 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.export_format import Manifest, key_check
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
+from kvpool_cli.cluster import ClusterOptions
+from kvpool_cli.export_file import ExportWriter
 
 ROOTS = ("clients/python", "services/common", "services/index", "services/pagestore", "services/gpuagent", ".")
 CHUNK_TOKENS = 16
@@ -84,7 +84,7 @@ def write_file(path: Path, keyspace: OpenedKeyspace, spec: KeyspaceSpec, chunk_c
 def seconds(*arguments: str) -> float:
     """Wall time of one `kvpool` command."""
     started_s = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "kvpool.cli.main", *arguments], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "kvpool_cli.main", *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started_s
 
 

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 
 from bench.rig.cluster import bench_cluster
-from kvpool.cli.cluster import ClusterOptions
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.connectors.direct_config import DirectPoolConfig
 from kvpool.connectors.direct_sync import DirectSyncPool
 from kvpool.connectors.lmcache_objects import ObjectBatch, ObjectNames, layout_of_object
 from kvpool.connectors.sglang import HiCacheCalls
+from kvpool_cli.cluster import ClusterOptions
 from tests.fixtures.host_pools import MhaPool, StorageConfig
 
 BATCH_BYTES, PAGE_TOKENS, LAYERS, HEADS = 64 << 20, 64, 32, 8

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from bench.process_usage import cpu_s
-from kvpool.cli.output import table
-from kvpool.cli.state import ClusterState, read_state
+from kvpool_cli.output import table
+from kvpool_cli.state import ClusterState, read_state
 
 MEMORY_LIMITS_MIB = {"index": 100, "pagestore": 100, "agent": 450}
 CPU_LIMIT_PERCENT = 3.0
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        kvpool = [sys.executable, "-m", "kvpool.cli.main", "--state-dir", directory]
+        kvpool = [sys.executable, "-m", "kvpool_cli.main", "--state-dir", directory]
         subprocess.run([*kvpool, "up", "--detach"], check=True, stdout=subprocess.DEVNULL)
         try:
             state = read_state(Path(directory))

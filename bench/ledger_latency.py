@@ -34,9 +34,6 @@ import numpy as np
 from bench.rig.cluster import bench_cluster, endpoint_of
 from bench.rig.engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
 from bench.rig.session import METADATA, PAGE_BYTES, PAYLOAD_BYTES
-from kvpool.cli.cluster import ClusterOptions
-from kvpool.cli.output import table
-from kvpool.cli.state import ClusterState
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.page_items import AcquireItem, ReserveItem
@@ -45,6 +42,9 @@ from kvpool.client.transfer import PageToWrite, PageTransferClient
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey, seal
+from kvpool_cli.cluster import ClusterOptions
+from kvpool_cli.output import table
+from kvpool_cli.state import ClusterState
 
 PAUSE_S = 0.002
 MATCH_CHUNKS = 128

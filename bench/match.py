@@ -19,15 +19,15 @@ import redis
 from bench.rig.cluster import bench_cluster, endpoint_of, running_cluster
 from bench.rig.machine import tune_process
 from bench.rig.results import Results, progress
-from kvpool.cli.cluster import ClusterOptions
-from kvpool.cli.output import CommandFailed, say
-from kvpool.cli.state import ClusterState
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.cluster import ChainQuery, LocationChange, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.outcome import Tier
+from kvpool_cli.cluster import ClusterOptions
+from kvpool_cli.output import CommandFailed, say
+from kvpool_cli.state import ClusterState
 from kvpool_server.node.chunk_directory import FixedLocations
 from kvpool_server.node.node_link import NodeLink
 from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig

@@ -17,12 +17,12 @@ from bench.rig.machine import CopyBaseline, FileBaseline, drop_from_page_cache, 
 from bench.rig.results import Results, progress
 from bench.rig.session import PAGE_BYTES, PAYLOAD_BYTES, BenchSession
 from bench.rig.stream import FRAME_BYTES, BenchTransfer
-from kvpool.cli.cluster import ClusterOptions
-from kvpool.cli.output import CommandFailed
-from kvpool.cli.state import ClusterState
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.sync import BackgroundLoop
+from kvpool_cli.cluster import ClusterOptions
+from kvpool_cli.output import CommandFailed
+from kvpool_cli.state import ClusterState
 
 _MIB = 1 << 20
 _FILE_THREADS_WRITE, _FILE_THREADS_READ = 2, 4  # as many as the pagestore's disk tier has

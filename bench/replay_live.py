@@ -12,8 +12,6 @@ from typing import Any
 from bench.request_trace import read_trace
 from bench.rig.cluster import endpoint_of, running_cluster
 from bench.rig.results import write_result
-from kvpool.cli.output import CommandFailed, say, size_from_text
-from kvpool.cli.state import DEFAULT_STATE_DIR, ClusterState
 from kvpool.client.config import ClientConfig
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.client.pool_values import StoreReport
@@ -21,6 +19,8 @@ from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.client.sync import SyncKvPool
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
+from kvpool_cli.output import CommandFailed, say, size_from_text
+from kvpool_cli.state import DEFAULT_STATE_DIR, ClusterState
 
 KEYSPACE_NAME = "kvpool-replay"
 _CHUNK_TOKENS = 16

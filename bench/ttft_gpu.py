@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.output import size_from_text, table
-from kvpool.cli.state import read_state
+from kvpool_cli.output import size_from_text, table
+from kvpool_cli.state import read_state
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOWN_TIMEOUT_S = 20.0
@@ -60,7 +60,7 @@ class Bench:
 
     def kvpool(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
         """A kvpool command on our cluster."""
-        self.run("kvpool.cli.main", "--state-dir", str(self.state_dir), *arguments, environment=environment)
+        self.run("kvpool_cli.main", "--state-dir", str(self.state_dir), *arguments, environment=environment)
 
     @property
     def agent(self) -> str:

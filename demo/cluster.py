@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpool.cli.logs import last_lines, log_dir
-from kvpool.cli.state import ClusterState, StateLock, read_state, start_ticks
 from kvpool.core.errors import StartupFailed
+from kvpool_cli.logs import last_lines, log_dir
+from kvpool_cli.state import ClusterState, StateLock, read_state, start_ticks
 
 KEYSPACE_NAME = "demo"
 ARENA_BYTES = 384 << 20
@@ -134,7 +134,7 @@ class DemoCluster:
         return state
 
     def _kvpool(self, *arguments: str, text: str | None = None) -> str:
-        command = [sys.executable, "-m", "kvpool.cli.main", "--state-dir", str(self.directory), *arguments]
+        command = [sys.executable, "-m", "kvpool_cli.main", "--state-dir", str(self.directory), *arguments]
         # A session of its own: Ctrl-C reaches the demo alone, which then ends the command in its own order.
         process = subprocess.Popen(
             command,

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.output import table
 from kvpool.client.request_stats import RequestStats
+from kvpool_cli.output import table
 
 PHASES = ("cold", "shared", "restart", "reference")
 HIT_PHASES = ("shared", "restart")  # these engines hold nothing of their own when they start

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvpool.cli.main import COMMANDS, build_parser
+from kvpool_cli.main import COMMANDS, build_parser
 from tools import generated_page
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.rig.results import progress
-from kvpool.cli.cluster import ClusterOptions
-from kvpool.cli.output import CommandFailed, say
-from kvpool.cli.state import ClusterState, read_state
-from kvpool.cli.supervise import Supervisor
+from kvpool_cli.cluster import ClusterOptions
+from kvpool_cli.output import CommandFailed, say
+from kvpool_cli.state import ClusterState, read_state
+from kvpool_cli.supervise import Supervisor
 
 BENCH_PREFIX = "kvpool-bench-"
 

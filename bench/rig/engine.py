@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.rig.machine import Bytes, random_bytes
-from kvpool.cli.output import CommandFailed
 from kvpool.client.config import ClientConfig
 from kvpool.client.engine_items import TierTokens
 from kvpool.client.engine_registration import EnginePlan
@@ -21,6 +20,7 @@ from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.payload import chunk_bytes
+from kvpool_cli.output import CommandFailed
 
 # An 8B Llama shape in bf16, on a rank of TP 4: two KV heads, all layers. Four pages of 2 MiB a chunk.
 SPEC = KeyspaceSpec(

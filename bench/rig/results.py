@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.output import CommandFailed, print_json, table
+from kvpool_cli.output import CommandFailed, print_json, table
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ import numpy as np
 
 from bench.rig.engine import FIRST_SHARD, GRID, KEYSPACE_NAME, SPEC
 from bench.rig.machine import rate, shared_bytes
-from kvpool.cli.output import CommandFailed
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.page_items import AcquireItem, ReserveItem, Slot
@@ -21,6 +20,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.ipc import MappedSegment
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal, verify
 from kvpool.core.payload import payload_bytes
+from kvpool_cli.output import CommandFailed
 
 PAYLOAD_BYTES = payload_bytes(SPEC, GRID, FIRST_SHARD)
 PAGE_BYTES = page_bytes(PAYLOAD_BYTES)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from bench.rig.engine import SPEC
 from bench.rig.machine import rate, shared_bytes
 from bench.rig.session import METADATA, PAGE_BYTES, PAYLOAD_BYTES
-from kvpool.cli.output import CommandFailed
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.errors import KvPoolError
 from kvpool.core.outcome import Admission
 from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
+from kvpool_cli.output import CommandFailed
 
 FRAME_BYTES = 1 << 20
 _TIMEOUT_S = 60.0

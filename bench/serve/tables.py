@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bench.serve.distribution import PERCENTILES
 from bench.serve.results import Result
-from kvpool.cli.output import table
+from kvpool_cli.output import table
 
 LATENCIES = {
     "ttft": "time to first token",

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.state import ClusterState, read_state
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.client.pool_values import LoadReport
 from kvpool.client.shared_memory import SharedMemoryRegion
@@ -20,6 +19,7 @@ from kvpool.client.sync import SyncKvPool
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.testing import eventually_sync
+from kvpool_cli.state import ClusterState, read_state
 from tests.fixtures.patience import LEASE_TTL_MS, PATIENCE_S, SERVICES_MS, patient
 
 PATIENT_COMMAND = Path(__file__).with_name("patient_command.py")
@@ -49,7 +49,7 @@ class Cluster:
     def command(self, *arguments: str) -> list[str]:
         if self._patient and arguments[0] == "up":
             arguments = (*arguments, "--lease-ttl-ms", str(LEASE_TTL_MS))
-        return [sys.executable, "-m", "kvpool.cli.main", "--state-dir", str(self.state_dir), *arguments]
+        return [sys.executable, "-m", "kvpool_cli.main", "--state-dir", str(self.state_dir), *arguments]
 
     @property
     def _environment(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvpool.cli import main, status, targets, top, top_metrics
+from kvpool_cli import main, status, targets, top, top_metrics
 
 PATIENCE_S = 60.0
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.cluster import socket_dir
-from kvpool.cli.state import state_file
 from kvpool.testing import eventually_sync
+from kvpool_cli.cluster import socket_dir
+from kvpool_cli.state import state_file
 from tests.e2e.cli_cluster import CHUNK_TOKENS, KEYSPACE_NAME, SMALL, TOKENS, Cluster
 
 pytestmark = pytest.mark.e2e

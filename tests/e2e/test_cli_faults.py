@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.state import state_file
 from kvpool.testing import eventually_sync
+from kvpool_cli.state import state_file
 from tests.e2e.cli_cluster import CHUNK_TOKENS, SMALL, TOKENS, Cluster
 
 pytestmark = pytest.mark.e2e

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool.cli.state import ProcessState
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.client.pool_values import LoadReport
 from kvpool.client.sync import SyncKvPool
@@ -24,6 +23,7 @@ from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerat
 from kvpool.connectors.transformers_blocks import block_layout
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.testing import eventually_sync
+from kvpool_cli.state import ProcessState
 from tests.e2e.cli_cluster import Cluster
 from tests.fixtures.patience import PATIENCE_S, patient
 from tests.unit.connectors.tiny_models import prompt, tiny_llama

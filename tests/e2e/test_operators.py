@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import redis
 
-from kvpool.cli.cluster import socket_dir
-from kvpool.cli.export_file import ExportWriter
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.chunks import ROOT_HASH, chunk_hashes, group_head_index
 from kvpool.core.cluster import PageMetadata
@@ -23,6 +21,8 @@ from kvpool.core.grid import shards_in
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 from kvpool.testing import eventually_sync
+from kvpool_cli.cluster import socket_dir
+from kvpool_cli.export_file import ExportWriter
 from tests.e2e.cli_cluster import CHUNK_TOKENS, KEYSPACE_NAME, SMALL, TOKENS, Cluster
 from tests.fixtures.patience import patient
 

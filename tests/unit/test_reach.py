@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROOTS = ("clients/python/kvpool", "services")
+ROOTS = ("clients/python/kvpool", "clients/python/kvpool_cli", "services")
 NOT_SHIPPED_CODE = ("kvpool/testing", "kvpool/v1", "node_modules")
 
 # Called by the code of others: engines call what they load as a plugin.

@@ -2,7 +2,7 @@
 
 import argparse
 
-from kvpool.cli.main import COMMANDS, build_parser
+from kvpool_cli.main import COMMANDS, build_parser
 from tools import generate_cli_docs
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.completion import SHELLS, bash_script, walk
-from kvpool.cli.main import COMMANDS, build_parser, main
+from kvpool_cli.completion import SHELLS, bash_script, walk
+from kvpool_cli.main import COMMANDS, build_parser, main
 from tests.fixtures.patience import PATIENCE_S
 
 BASH = shutil.which("bash")

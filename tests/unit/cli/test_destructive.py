@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.main import main
+from kvpool_cli.main import main
 
 DESTRUCTIVE = [
     ["clear"],

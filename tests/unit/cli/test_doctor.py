@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.doctor import cluster
-from kvpool.cli.doctor.cluster import examine_nodes, examine_packages, examine_status
-from kvpool.cli.doctor.command import render, to_document
-from kvpool.cli.doctor.finding import Finding, Level, bad, skipped, warning, well
-from kvpool.cli.doctor.gpu import examine_gpu
-from kvpool.cli.doctor.machine import Machine, descriptors, kernel, memory
-from kvpool.cli.doctor.redis_server import examine_redis, examine_server
-from kvpool.cli.doctor.storage import examine_directory
-from kvpool.cli.main import main
+from kvpool_cli.doctor import cluster
+from kvpool_cli.doctor.cluster import examine_nodes, examine_packages, examine_status
+from kvpool_cli.doctor.command import render, to_document
+from kvpool_cli.doctor.finding import Finding, Level, bad, skipped, warning, well
+from kvpool_cli.doctor.gpu import examine_gpu
+from kvpool_cli.doctor.machine import Machine, descriptors, kernel, memory
+from kvpool_cli.doctor.redis_server import examine_redis, examine_server
+from kvpool_cli.doctor.storage import examine_directory
+from kvpool_cli.main import main
 from tests.fixtures.patience import PATIENCE_S
 
 GIB = 1 << 30

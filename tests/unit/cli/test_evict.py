@@ -1,9 +1,9 @@
 """`kvpool evict --dry-run`: its table and its document."""
 
-from kvpool.cli.evict import preview_document, render_preview
 from kvpool.client.pagestore_control import EvictOutcome, EvictPreview
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import NotServed, ServiceUnavailable
+from kvpool_cli.evict import preview_document, render_preview
 
 OUTCOME = EvictOutcome(page_count=8, pinned_count=2, undurable_count=0)
 PREVIEW = EvictPreview(outcome=OUTCOME, chunk_count=4, staging_bytes=3 << 20, disk_bytes=8 << 20)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli import export
-from kvpool.cli.export_source import PlannedChunk
-from kvpool.cli.main import main
 from kvpool.client.index import OpenedKeyspace
 from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.cluster import NodeInfo, NodeKind
 from kvpool.core.export_format import Manifest
 from kvpool.core.grid import ShardGrid
+from kvpool_cli import export
+from kvpool_cli.export_source import PlannedChunk
+from kvpool_cli.main import main
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, SPEC, chunk_hash
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from kvpool.cli.export_file import ExportReader, ExportWriter
-from kvpool.cli.output import CommandFailed
 from kvpool.core.errors import ExportRefused
 from kvpool.core.export_format import (
     CHUNK_HEAD_BYTES,
@@ -28,6 +26,8 @@ from kvpool.core.export_format import (
 )
 from kvpool.core.keyspace import KvGroup
 from kvpool.core.page import page_bytes
+from kvpool_cli.export_file import ExportReader, ExportWriter
+from kvpool_cli.output import CommandFailed
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, PAYLOAD_BYTES, SPEC, chunk_hash, metadata, page, write_file
 
 PAGE_BYTES = page_bytes(PAYLOAD_BYTES)

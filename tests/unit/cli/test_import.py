@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.import_pages import check_ours
-from kvpool.cli.main import main
 from kvpool.client.index import OpenedKeyspace
 from kvpool.core.errors import ExportRefused
 from kvpool.core.export_format import End, mac_of
 from kvpool.core.grid import ShardGrid
+from kvpool_cli.import_pages import check_ours
+from kvpool_cli.main import main
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, SPEC, write_file
 
 DIGEST = b"d" * 32

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli import logs
-from kvpool.cli.logs import last_lines
-from kvpool.cli.main import main
+from kvpool_cli import logs
+from kvpool_cli.logs import last_lines
+from kvpool_cli.main import main
 
 
 def test_the_last_lines_after_a_position(tmp_path: Path) -> None:

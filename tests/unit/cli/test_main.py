@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.main import COMMANDS, main
+from kvpool_cli.main import COMMANDS, main
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

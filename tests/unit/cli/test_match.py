@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.chains import read_tokens
-from kvpool.cli.match import Found, FoundRun, best_tier, render, to_document
-from kvpool.cli.output import CommandFailed
 from kvpool.core.cluster import Location, NodeInfo, NodeKind
 from kvpool.core.coverage import Coverage
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
+from kvpool_cli.chains import read_tokens
+from kvpool_cli.match import Found, FoundRun, best_tier, render, to_document
+from kvpool_cli.output import CommandFailed
 
 NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, host_id="host-0")
 

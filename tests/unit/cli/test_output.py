@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli import output
-from kvpool.cli.main import main
-from kvpool.cli.output import (
+from kvpool.core.errors import StartupFailed
+from kvpool_cli import output
+from kvpool_cli.main import main
+from kvpool_cli.output import (
     EXIT_USAGE,
     NotConfirmed,
     confirm,
@@ -22,7 +23,6 @@ from kvpool.cli.output import (
     size_from_text,
     table,
 )
-from kvpool.core.errors import StartupFailed
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:

@@ -6,12 +6,12 @@ import argparse
 
 import pytest
 
-from kvpool.cli.policy import changed, declare, document, render
 from kvpool.client.index import NamedKeyspace
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
 from kvpool.core.retention import Retention
+from kvpool_cli.policy import changed, declare, document, render
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 2, 64),), dtype=Dtype.FP32)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.main import COMMANDS, build_parser
+from kvpool_cli.main import COMMANDS, build_parser
 
 README = Path(__file__).parents[3] / "README.md"
 

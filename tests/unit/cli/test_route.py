@@ -1,7 +1,7 @@
 """`kvpool route`: its table and its document."""
 
-from kvpool.cli.route import render, to_document
 from kvpool.core.cluster import NodeInfo, NodeKind, RouteAnswer, RouteCandidate, RouteNode
+from kvpool_cli.route import render, to_document
 
 NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, host_id="east", endpoint="east:7200")
 ANSWER = RouteAnswer(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.main import main
 from kvpool.connectors.vllm.settings import DEFAULT_CHUNK_TOKENS
+from kvpool_cli.main import main
 from kvpool_pagestore.config import PageStoreConfig
 
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}

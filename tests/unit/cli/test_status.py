@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvpool.cli.status import render
+from kvpool_cli.status import render
 
 
 def node(**changes: Any) -> dict[str, Any]:

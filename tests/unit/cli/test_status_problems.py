@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.status import missing_nodes, problems
+from kvpool_cli.status import missing_nodes, problems
 
 
 def document(**changes: Any) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.cli.output import text_width
-from kvpool.cli.top_metrics import Samples, samples_from_text
-from kvpool.cli.top_render import BAD, SORTS, ordered, render
-from kvpool.cli.top_view import Look, NodeLook, View, natural, view
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad, PageMetadata
+from kvpool_cli.output import text_width
+from kvpool_cli.top_metrics import Samples, samples_from_text
+from kvpool_cli.top_render import BAD, SORTS, ordered, render
+from kvpool_cli.top_view import Look, NodeLook, View, natural, view
 
 STORE, AGENT = "kvpool_pagestore_", "kvpool_gpuagent_"
 

@@ -20,7 +20,7 @@ from tests.fixtures.patience import PATIENCE_S
 
 # One view, and later a trouble; all else is what the command does.
 SCRIPT = """
-from kvpool.cli.top_screen import show
+from kvpool_cli.top_screen import show
 from tests.unit.cli.test_top import many
 news = [many(64), "the index does not answer"]
 show(lambda timeout_s: news.pop(0) if news else None, "state")
