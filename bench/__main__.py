@@ -18,7 +18,8 @@ from bench.pages import FULL, QUICK, measure_pages
 from bench.rig.results import Results
 from bench.serve import command, options
 from kvpool.core.errors import KvPoolError, StartupFailed
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, EXIT_USAGE, CommandFailed, fail, say
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, CommandFailed
+from kvpool_cli.output import fail, say
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""How fast are pages carried between clusters by a file: `kvpool export` and `kvpool import`, page by page size?
+"""How fast are pages carried between clusters by a file (`kvpool cache export` and `import`), by page size?
 
 For each size a file of random but true pages is made, verified (`import --verify-only`: reading, sums and digest, and
 no cluster), imported into a fresh cluster of one pagestore on this machine, and exported from it again. The baseline is
@@ -84,7 +84,7 @@ def write_file(path: Path, keyspace: OpenedKeyspace, spec: KeyspaceSpec, chunk_c
 def seconds(*arguments: str) -> float:
     """Wall time of one `kvpool` command."""
     started_s = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "kvpool_cli.main", *arguments], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "kvpool_cli", *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started_s
 
 

@@ -43,7 +43,7 @@ from kvpool.core.cluster import ChainQuery
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey, seal
 from kvpool_cli.cluster import ClusterOptions
-from kvpool_cli.output import table
+from kvpool_cli.output import as_text, table
 from kvpool_cli.state import ClusterState
 
 PAUSE_S = 0.002
@@ -289,7 +289,11 @@ def main() -> int:
     with bench_cluster(options) as (state, _):
         rows, said = asyncio.run(measure(state, arguments.seconds, Ahead(state) if arguments.ahead else None))
     columns = list(rows[0])
-    print(table(columns, [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]))
+    print(
+        as_text(
+            table(columns, [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows])
+        )
+    )
     print(said)
     if arguments.json:
         arguments.json.write_text(json.dumps({"rows": rows, "load": said}, indent=1) + "\n")

@@ -26,7 +26,8 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.outcome import Tier
 from kvpool_cli.cluster import ClusterOptions
-from kvpool_cli.output import CommandFailed, say
+from kvpool_cli.errors import CommandFailed
+from kvpool_cli.output import say
 from kvpool_cli.state import ClusterState
 from kvpool_server.node.chunk_directory import FixedLocations
 from kvpool_server.node.node_link import NodeLink

@@ -21,7 +21,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.sync import BackgroundLoop
 from kvpool_cli.cluster import ClusterOptions
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 from kvpool_cli.state import ClusterState
 
 _MIB = 1 << 20

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 _COUNTS = ("timestamp", "input_length", "output_length")
 

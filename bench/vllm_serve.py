@@ -126,7 +126,7 @@ def main() -> None:
         model.mkdir()
         make_model(model, layers=arguments.layers, width=arguments.width, heads=8, kv_heads=8)
         cluster = Cluster(Path(directory) / "cluster")
-        cluster.run("up", "--detach", "--arena-bytes", "2GiB", "--disk-bytes", "4GiB")
+        cluster.run("cluster", "up", "--detach", "--arena-bytes", "2GiB", "--disk-bytes", "4GiB")
         try:
             agent = agent_of(cluster)
             metrics = [one.endpoints["metrics_url"] for one in cluster.state.of_role("agent")]
@@ -139,7 +139,7 @@ def main() -> None:
                 with server(model, of_agent, out / f"{name}.log") as url:
                     measure(url, name, out, arguments.requests, of_metrics)
         finally:
-            cluster.run("down")
+            cluster.run("cluster", "down")
     files = [str(out / f"{name}.json") for name, _, _ in runs]
     command: list[Any] = [sys.executable, "-m", "bench", "serve-report", *files]
     subprocess.run([*command, "--html", str(out / "report.html")], check=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from bench.rig.results import progress
 from kvpool_cli.cluster import ClusterOptions
-from kvpool_cli.output import CommandFailed, say
+from kvpool_cli.errors import CommandFailed
+from kvpool_cli.output import say
 from kvpool_cli.state import ClusterState, read_state
 from kvpool_cli.supervise import Supervisor
 
@@ -39,7 +40,9 @@ def running_cluster(state_dir: Path) -> Iterator[tuple[ClusterState, Path]]:
     """The cluster that runs in a state directory. Raises CommandFailed if none does."""
     state = read_state(state_dir)
     if state is None or not state.supervised():
-        raise CommandFailed(f"no cluster runs in {state_dir}; start one with `kvpool up`, or leave out --state-dir")
+        raise CommandFailed(
+            f"no cluster runs in {state_dir}; start one with `kvpool cluster up`, or leave out --state-dir"
+        )
     yield state, state_dir
 
 

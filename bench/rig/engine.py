@@ -20,7 +20,7 @@ from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.payload import chunk_bytes
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 # An 8B Llama shape in bf16, on a rank of TP 4: two KV heads, all layers. Four pages of 2 MiB a chunk.
 SPEC = KeyspaceSpec(

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpool_cli.output import CommandFailed, print_json, table
+from kvpool_cli.errors import CommandFailed
+from kvpool_cli.output import as_text, print_json, table
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Results:
             ]
             for name, case in self._cases.items()
         ]
-        return table(["case", "median", "range", "baseline", "ratio", "against"], rows, right=[1, 2, 3, 4])
+        return as_text(table(["case", "median", "range", "baseline", "ratio", "against"], rows, right=[1, 2, 3, 4]))
 
     def write(self, path: Path) -> None:
         """Write the document. Raises CommandFailed."""

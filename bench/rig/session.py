@@ -20,7 +20,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.ipc import MappedSegment
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal, verify
 from kvpool.core.payload import payload_bytes
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 PAYLOAD_BYTES = payload_bytes(SPEC, GRID, FIRST_SHARD)
 PAGE_BYTES = page_bytes(PAYLOAD_BYTES)

@@ -9,7 +9,7 @@ from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.errors import KvPoolError
 from kvpool.core.outcome import Admission
 from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 FRAME_BYTES = 1 << 20
 _TIMEOUT_S = 60.0

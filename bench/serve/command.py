@@ -26,7 +26,8 @@ from bench.serve.record import Outcome, Recorder
 from bench.serve.results import About, Result, read_result, result_of, to_document
 from bench.serve.tables import render, seconds_text
 from bench.serve.workload import warm_up_conversations
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, say
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed
+from kvpool_cli.output import print_json, say
 
 _PROGRESS_S = 0.5
 _BAR = 24

@@ -12,7 +12,7 @@ import aiohttp
 
 from bench.serve.api import DETAIL_CHARACTERS, DONE, Api, Chunk, RequestFailed, chunk_from_data
 from bench.serve.sse import EventReader, StreamBroken
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 # Servers drop idle connections, uvicorn after 5 s. A request on one that is just being dropped would look like a fault
 # of the server, so we drop them earlier.

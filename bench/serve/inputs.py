@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from bench.serve.content import Vocabulary
 from bench.serve.workload import Conversation, Span, Turn
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 _READ_CHARACTERS = 1 << 20
 _ITEM_CHARACTERS_MAX = 64 << 20

@@ -17,7 +17,7 @@ from bench.serve.drive import LoadPlan
 from bench.serve.inputs import BlockTrace, ShareGpt
 from bench.serve.record import LIMITED
 from bench.serve.workload import Conversation, SharedPrefixes, Span, span_from_text
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 WORKLOADS = ("shared-prefix", "sharegpt", "block-trace")
 IDS, TEXT = "ids", "text"

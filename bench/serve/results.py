@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.serve.distribution import Distribution
 from bench.serve.record import Recorder, Timeline
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 KIND, VERSION = "bench serve", 1
 _FILE_BYTES_MAX = 64 << 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bench.serve.distribution import PERCENTILES
 from bench.serve.results import Result
-from kvpool_cli.output import table
+from kvpool_cli.output import as_text, table
 
 LATENCIES = {
     "ttft": "time to first token",
@@ -114,12 +114,14 @@ def render(results: Sequence[Result]) -> str:
     """Tables for people at a terminal."""
     parts = []
     if len(results) == 1:
-        parts.append(table(LATENCY_HEADERS, latency_lines(results[0]), right=list(range(1, len(LATENCY_HEADERS)))))
+        parts.append(
+            as_text(table(LATENCY_HEADERS, latency_lines(results[0]), right=list(range(1, len(LATENCY_HEADERS)))))
+        )
     groups = [throughput_rows(results), *([latency_rows(results)] if len(results) > 1 else []), cache_rows(results)]
     for rows in groups:
         headers = ["", *(result.name for result in results), *(f"{r.name} / {results[0].name}" for r in results[1:])]
         lines = [[row.label, *row.texts, *row.ratios[1:]] for row in rows]
-        parts.append(table(headers, lines, right=list(range(1, len(headers)))))
+        parts.append(as_text(table(headers, lines, right=list(range(1, len(headers))))))
     for result in results:
         errors = result.document.get("errors", {})
         parts += [

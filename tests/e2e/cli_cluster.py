@@ -47,9 +47,9 @@ class Cluster:
         self.state_dir, self._patient = state_dir, patient_services
 
     def command(self, *arguments: str) -> list[str]:
-        if self._patient and arguments[0] == "up":
-            arguments = (*arguments, "--lease-ttl-ms", str(LEASE_TTL_MS))
-        return [sys.executable, "-m", "kvpool_cli.main", "--state-dir", str(self.state_dir), *arguments]
+        if self._patient and arguments[:2] == ("cluster", "up"):
+            arguments = (*arguments, "--lease-ttl", f"{LEASE_TTL_MS}ms")
+        return [sys.executable, "-m", "kvpool_cli", "--state-dir", str(self.state_dir), *arguments]
 
     @property
     def _environment(self) -> dict[str, str]:

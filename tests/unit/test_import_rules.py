@@ -190,7 +190,7 @@ def test_a_planted_violation_is_caught(module: str, source: str, expected: str) 
             "kvpool.connectors.transformers",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n    from transformers import Cache",
         ),
-        ("kvpool_cli.main", "from kvpool import __version__"),
+        ("kvpool_cli", "from kvpool import __version__"),
         (
             "kvpool_index.servicer_watch",
             "import grpc\nfrom kvpool_index import engine\nfrom kvpool.v1 import index_pb2",

@@ -1,16 +1,16 @@
-"""`kvpool clear`: drop the pages of a keyspace, or all."""
+"""`kvpool cache clear`: drop the pages of a keyspace, or all."""
 
 from __future__ import annotations
 
-import argparse
-
 from kvpool.client.pagestore_control import EvictPreview, PageStoreControl
 from kvpool.core.errors import KvPoolError
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK
 from kvpool_cli.evict import Previews, preview_document, render_preview, sum_previews
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, confirm, print_json, show, table
+from kvpool_cli.options import DryRun, OneKeyspace, Yes
+from kvpool_cli.output import confirm, print_json, show, table
 from kvpool_cli.targets import (
+    Common,
     Target,
-    add_target,
     describe,
     find_target,
     keyspace_of_name,
@@ -25,34 +25,24 @@ from kvpool_cli.targets import (
 CLEAR_TIMEOUT_S = 60.0
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool clear`."""
-    add_target(parser)
-    parser.add_argument("--keyspace", default="", metavar="NAME", help="only this one (default: all)")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be dropped; nothing is changed")
-    parser.add_argument("--yes", action="store_true", help="do not ask; needed without a terminal")
-    parser.add_argument("--json", action="store_true", help="a document for programs")
-    parser.set_defaults(run=run_clear)
-
-
-def run_clear(arguments: argparse.Namespace) -> int:
-    """Clear every pagestore; exit code 1 unless all did it. Asks first; without a terminal it wants --yes."""
-    target = find_target(arguments)
-    if arguments.dry_run:
-        previews = run(_preview(target, arguments.keyspace))
-        if arguments.json:
+def clear(common: Common, keyspace: OneKeyspace = "", dry_run: DryRun = False, yes: Yes = False) -> int:
+    """Drop the pages of a keyspace, or of all. Engines compute them again."""
+    target = find_target(common)
+    if dry_run:
+        previews = run(_preview(target, keyspace))
+        if common.json:
             print_json(preview_document(previews))
         else:
             show(render_preview(previews))
         return EXIT_FAILED if any(isinstance(answer, KvPoolError) for _, answer in previews) else EXIT_OK
-    what = f"all pages of keyspace {arguments.keyspace}" if arguments.keyspace else "all pages of all keyspaces"
-    confirm(f"Drop {what} from every pagestore? Engines compute them again.", yes=arguments.yes)
+    what = f"all pages of keyspace {keyspace}" if keyspace else "all pages of all keyspaces"
+    confirm(f"Drop {what} from every pagestore? Engines compute them again.", yes=yes)
 
-    async def clear(control: PageStoreControl, keyspace: bytes) -> int:
-        return await control.clear(keyspace, timeout_s=CLEAR_TIMEOUT_S)
+    async def drop(control: PageStoreControl, keyspace_id: bytes) -> int:
+        return await control.clear(keyspace_id, timeout_s=CLEAR_TIMEOUT_S)
 
-    answers = run(on_every_pagestore(target, arguments.keyspace, clear))
-    if arguments.json:
+    answers = run(on_every_pagestore(target, keyspace, drop))
+    if common.json:
         nodes = [
             describe(node, answer) | {"pages": 0 if isinstance(answer, KvPoolError) else answer}
             for node, answer in answers

@@ -22,7 +22,7 @@ SOCKET_PATH_LIMIT = 90  # a unix socket path has at most 107 bytes, and ours get
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """What `kvpool up` was asked for."""
+    """What `kvpool cluster up` was asked for."""
 
     state_dir: Path
     pagestores: int = 1
@@ -50,7 +50,9 @@ class ClusterOptions:
         if self.redis_url and self.memory_index:
             raise StartupFailed("--redis and --memory-index exclude each other")
         if any(self._tls_files) and not all(self._tls_files):
-            raise StartupFailed("--tls-cert-file, --tls-key-file and --tls-ca-file belong together; give all or none")
+            raise StartupFailed(
+                "--service-cert-file, --service-key-file and --service-ca-file belong together; give all or none"
+            )
 
     @property
     def _tls_files(self) -> tuple[str, str, str]:

@@ -1,20 +1,24 @@
-"""`kvpool drain NODE`: move a pagestore's pages to others and end its lease."""
+"""`kvpool node drain NODE`: move a pagestore's pages to others and end its lease."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvpool.client.pagestore_control import DrainProgress
 from kvpool.core.cluster import LiveNode, NodeInfo
 from kvpool.core.errors import KvPoolError
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, say, show, size
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed
+from kvpool_cli.options import duration_option
+from kvpool_cli.output import print_json, say, show
+from kvpool_cli.quantities import size
 from kvpool_cli.targets import (
+    Common,
     Target,
-    add_target,
     describe,
     find_target,
     live_pagestores,
@@ -24,20 +28,6 @@ from kvpool_cli.targets import (
 )
 
 _SHOWN_EVERY_S = 1.0
-
-
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool drain`."""
-    add_target(parser)
-    parser.add_argument(
-        "node",
-        metavar="NODE",
-        help="its node id (the beginning is enough), host id or endpoint, as `kvpool status` has",
-    )
-    parser.add_argument("--cancel", action="store_true", help="end a drain that has not ended: take new pages again")
-    parser.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS", help="give up then (default: never)")
-    parser.add_argument("--json", action="store_true", help="a document for programs, when it has ended")
-    parser.set_defaults(run=run_drain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +46,22 @@ class Drained:
         return self.error is None and progress is not None and progress.done and not progress.remaining_chunk_count
 
 
-def run_drain(arguments: argparse.Namespace) -> int:
-    """Drain one pagestore; exit code 1 unless every page has another live copy. Ending the command pauses the drain."""
-    drained = run(_drain(find_target(arguments), arguments.node, arguments.cancel, arguments.timeout or None))
-    if arguments.json:
+def drain(
+    common: Common,
+    node: Annotated[
+        str, typer.Argument(metavar="NODE", help="Node id (its beginning), host id or endpoint; see cluster status.")
+    ],
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="End a drain that has not ended: take new pages again.")
+    ] = False,
+    timeout: Annotated[float | None, duration_option("--timeout", "Give up then (default: never).")] = None,
+) -> int:
+    """Move a pagestore's pages to others, then end its lease.
+
+    Exit code 1 unless every page has another live copy. Ending the command pauses the drain.
+    """
+    drained = run(_drain(find_target(common), node, cancel, timeout))
+    if common.json:
         print_json(to_document(drained))
         return EXIT_OK if drained.is_done else EXIT_FAILED
     if drained.error is not None:
@@ -76,7 +78,7 @@ def run_drain(arguments: argparse.Namespace) -> int:
 
 async def _drain(target: Target, name: str, cancel: bool, timeout_s: float | None) -> Drained:
     if not name:
-        raise CommandFailed("name the pagestore to drain; `kvpool status` has them all")
+        raise CommandFailed("name the pagestore to drain; `kvpool cluster status` has them all")
     async with open_index(target) as index:
         node = (await live_pagestores(index, name))[0]
     shown_s = float("-inf")

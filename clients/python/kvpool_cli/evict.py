@@ -1,20 +1,25 @@
-"""`kvpool evict`: give up the chunks of a prompt, or of a keyspace, before their time."""
+"""`kvpool cache evict`: give up the chunks of a prompt, or of a keyspace, before their time."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
 
 from kvpool.client.pagestore_control import EvictOutcome, EvictPreview, PageStoreControl
 from kvpool.core.cluster import LiveNode
 from kvpool.core.errors import KvPoolError, NotServed
-from kvpool_cli.chains import add_tokens, chain_of, read_tokens
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, confirm, print_json, show, size, table
+from kvpool_cli.chains import TokenSource, chain_of
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
+from kvpool_cli.options import DryRun, Keyspace, Node, Yes
+from kvpool_cli.output import confirm, print_json, show, stack, table
+from kvpool_cli.quantities import size
 from kvpool_cli.targets import (
+    Common,
     Target,
-    add_target,
     find_target,
     keyspace_of_name,
     live_pagestores,
@@ -30,6 +35,18 @@ Answers = Sequence[tuple[LiveNode, EvictOutcome | KvPoolError]]
 Previews = Sequence[tuple[LiveNode, EvictPreview | KvPoolError]]
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The command's options. tokens: None for the whole keyspace."""
+
+    keyspace: str
+    tokens: Sequence[int] | None
+    from_token: int
+    node: str
+    staging_only: bool
+    with_pinned: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What to evict, and where. batches: of chunk hashes; None is the whole keyspace."""
@@ -41,48 +58,46 @@ class Asked:
     with_pinned: bool
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool evict`."""
-    parser.description = (
-        "Give up chunks on every pagestore, or on one. Engines compute them again. Prompts that begin alike share "
-        "their first chunks: --from-token leaves those that others need. Of chunks with copies on several nodes "
-        "(replicas), those on the other nodes stay when --node names one, and may be copied back."
-    )
-    add_target(parser)
-    add_tokens(parser, nargs="?")
-    parser.add_argument("--whole-keyspace", action="store_true", help="all chunks of --keyspace, instead of a FILE")
-    parser.add_argument("--from-token", type=int, default=0, metavar="N", help="leave the chunks before this token")
-    parser.add_argument("--node", default="", metavar="NODE", help="only this one: node id, host id or endpoint")
-    parser.add_argument("--staging-only", action="store_true", help="free memory: only pages that are also on disk")
-    parser.add_argument("--pinned", action="store_true", help="pinned pages too")
-    parser.add_argument("--dry-run", action="store_true", help="only tell what would go; nothing is changed")
-    parser.add_argument("--yes", action="store_true", help="do not ask; needed without a terminal")
-    parser.add_argument("--json", action="store_true", help="a document for programs")
-    parser.set_defaults(run=run_evict)
+def evict(
+    common: Common,
+    prompt: TokenSource,
+    keyspace: Keyspace = "",
+    whole_keyspace: Annotated[
+        bool, typer.Option("--whole-keyspace", help="All chunks of --keyspace, instead of a FILE.")
+    ] = False,
+    from_token: Annotated[int, typer.Option(metavar="N", help="Leave the chunks before this token.")] = 0,
+    node: Node = "",
+    staging_only: Annotated[
+        bool, typer.Option("--staging-only", help="Free memory: only pages that are also on disk.")
+    ] = False,
+    pinned: Annotated[bool, typer.Option("--pinned", help="Pinned pages too.")] = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> int:
+    """Evict the chunks of a prompt, or of a keyspace, on every pagestore or on one.
 
-
-def run_evict(arguments: argparse.Namespace) -> int:
-    """Evict; exit code 1 unless every node that was asked did it. Asks first; without a terminal it wants --yes."""
-    if bool(arguments.tokens) == arguments.whole_keyspace:
-        raise CommandFailed("name a FILE of tokens, or --whole-keyspace with --keyspace; not both")
-    if arguments.whole_keyspace and not arguments.keyspace:
-        raise CommandFailed("--whole-keyspace needs --keyspace NAME; `kvpool status` has the names")
-    tokens = read_tokens(arguments.tokens) if arguments.tokens else None
-    target = find_target(arguments)
-    if arguments.dry_run:
-        previews = run(_preview(target, arguments, tokens))
-        if arguments.json:
+    Engines compute them again. Prompts that share a prefix share its chunks: --from-token leaves those that others
+    need. With --node, copies on other nodes stay, and may be copied back.
+    """
+    if bool(prompt) == whole_keyspace:
+        raise UsageFailed("name a FILE of tokens, or --whole-keyspace with --keyspace; not both")
+    if whole_keyspace and not keyspace:
+        raise UsageFailed("--whole-keyspace needs --keyspace NAME; `kvpool cluster status` has the names")
+    tokens = prompt.one() if prompt else None
+    target = find_target(common)
+    wanted = Wanted(keyspace, tokens, from_token, node, staging_only=staging_only, with_pinned=pinned)
+    if dry_run:
+        previews = run(_preview(target, wanted))
+        if common.json:
             print_json(preview_document(previews))
         else:
             show(render_preview(previews))
         return _exit_code(previews)
-    if not arguments.staging_only:
-        what = f"all chunks of keyspace {arguments.keyspace}" if tokens is None else f"the chunks of {arguments.tokens}"
-        confirm(
-            f"Evict {what} from {arguments.node or 'every pagestore'}? Engines compute them again.", yes=arguments.yes
-        )
-    answers = run(_evict(target, arguments, tokens))
-    if arguments.json:
+    if not staging_only:
+        what = f"all chunks of keyspace {keyspace}" if tokens is None else f"the chunks of {prompt}"
+        confirm(f"Evict {what} from {node or 'every pagestore'}? Engines compute them again.", yes=yes)
+    answers = run(_evict(target, wanted))
+    if common.json:
         print_json(to_document(answers))
     else:
         show(render(answers))
@@ -93,27 +108,27 @@ def _exit_code(answers: Answers | Previews) -> int:
     return EXIT_FAILED if any(isinstance(answer, KvPoolError) for _, answer in answers) else EXIT_OK
 
 
-async def _asked(target: Target, arguments: argparse.Namespace, tokens: Sequence[int] | None) -> Asked:
+async def _asked(target: Target, wanted: Wanted) -> Asked:
     batches: list[list[bytes] | None]
     async with open_index(target) as index:
-        if tokens is None:
-            keyspace, batches = (await keyspace_of_name(index, arguments.keyspace)).keyspace, [None]
+        if wanted.tokens is None:
+            keyspace, batches = (await keyspace_of_name(index, wanted.keyspace)).keyspace, [None]
         else:
-            chain = await chain_of(index, arguments.keyspace, tokens)
+            chain = await chain_of(index, wanted.keyspace, wanted.tokens)
             chunk_tokens = chain.named.spec.chunk_tokens
             keyspace = chain.opened.keyspace
-            batches = list(chain.batches(first_chunk=-(-max(0, arguments.from_token) // chunk_tokens)))
+            batches = list(chain.batches(first_chunk=-(-max(0, wanted.from_token) // chunk_tokens)))
         return Asked(
             keyspace=keyspace,
             batches=batches,
-            nodes=await live_pagestores(index, arguments.node),
-            staging_only=arguments.staging_only,
-            with_pinned=arguments.pinned,
+            nodes=await live_pagestores(index, wanted.node),
+            staging_only=wanted.staging_only,
+            with_pinned=wanted.with_pinned,
         )
 
 
-async def _evict(target: Target, arguments: argparse.Namespace, tokens: Sequence[int] | None) -> Answers:
-    asked = await _asked(target, arguments, tokens)
+async def _evict(target: Target, wanted: Wanted) -> Answers:
+    asked = await _asked(target, wanted)
 
     async def evict(control: PageStoreControl) -> EvictOutcome:
         return _sum(
@@ -132,8 +147,8 @@ async def _evict(target: Target, arguments: argparse.Namespace, tokens: Sequence
     return await on_pagestores(target, asked.nodes, evict)
 
 
-async def _preview(target: Target, arguments: argparse.Namespace, tokens: Sequence[int] | None) -> Previews:
-    asked = await _asked(target, arguments, tokens)
+async def _preview(target: Target, wanted: Wanted) -> Previews:
+    asked = await _asked(target, wanted)
 
     async def preview(control: PageStoreControl) -> EvictPreview:
         return sum_previews(
@@ -188,7 +203,7 @@ def to_document(answers: Answers) -> dict[str, Any]:
     return {"version": 1, "nodes": nodes}
 
 
-def render(answers: Answers) -> str:
+def render(answers: Answers) -> RenderableType:
     """A table for people, with what to do about pages that stayed."""
     rows = [
         [
@@ -202,13 +217,17 @@ def render(answers: Answers) -> str:
         ]
         for node, answer in answers
     ]
-    parts = [table(["pagestore", "host", "evicted", "pinned", "not durable", "error"], rows, right=[2, 3, 4])]
+    parts: list[RenderableType | str] = [
+        table(["pagestore", "host", "evicted", "pinned", "not durable", "error"], rows, right=[2, 3, 4])
+    ]
     done = [answer for _, answer in answers if isinstance(answer, EvictOutcome)]
     if any(one.pinned_count for one in done):
-        parts.append("pinned pages stayed; `kvpool unpin` them, or give --pinned")
+        parts.append("pinned pages stayed; `kvpool cache unpin` them, or give --pinned")
     if any(one.undurable_count for one in done):
-        parts.append("pages that are in memory only stayed; `kvpool flush` first, or evict without --staging-only")
-    return "\n".join(parts)
+        parts.append(
+            "pages that are in memory only stayed; `kvpool cache flush` first, or evict without --staging-only"
+        )
+    return stack(*parts)
 
 
 def preview_document(previews: Previews) -> dict[str, Any]:
@@ -232,7 +251,7 @@ def preview_document(previews: Previews) -> dict[str, Any]:
     return {"version": 1, "dry_run": True, "nodes": nodes}
 
 
-def render_preview(previews: Previews) -> str:
+def render_preview(previews: Previews) -> RenderableType:
     """A table for people. Copies of a chunk count on each node that has one."""
     headers = ["pagestore", "host", "chunks", "pages", "memory", "disk", "pinned", "not durable", "error"]
     rows = []
@@ -248,10 +267,10 @@ def render_preview(previews: Previews) -> str:
     would = [answer for _, answer in previews if isinstance(answer, EvictPreview)]
     concerned = [one for one in would if one.outcome.page_count]
     memory, disk = size(sum(one.staging_bytes for one in would)), size(sum(one.disk_bytes for one in would))
-    return (
-        f"{table(headers, rows, right=[2, 3, 4, 5, 6, 7])}\n"
+    return stack(
+        table(headers, rows, right=[2, 3, 4, 5, 6, 7]),
         f"would evict {sum(one.outcome.page_count for one in would)} pages "
-        f"({memory} of memory, {disk} of disk) on {len(concerned)} of {len(previews)} pagestores; nothing was changed"
+        f"({memory} of memory, {disk} of disk) on {len(concerned)} of {len(previews)} pagestores; nothing was changed",
     )
 
 

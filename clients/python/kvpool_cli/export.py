@@ -1,14 +1,15 @@
-"""`kvpool export`: pages of prefixes, or of a whole keyspace, into one portable, verified file."""
+"""`kvpool cache export`: pages of prefixes, or of a whole keyspace, into one portable, verified file."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvpool import __version__
 from kvpool.client.index import IndexClient, OpenedKeyspace
@@ -16,14 +17,17 @@ from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import KvPoolError
 from kvpool.core.export_format import Manifest, key_check, pages_bytes
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
-from kvpool_cli.chains import chain_of, read_tokens
+from kvpool_cli.chains import TokenSource, chain_of
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed
 from kvpool_cli.export_file import ExportWriter
 from kvpool_cli.export_source import ListedPlan, PageFetcher, PlannedChunk, batches, plan_of_chain
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, say, show, size
+from kvpool_cli.options import Keyspace
+from kvpool_cli.output import print_json, say, show
 from kvpool_cli.progress import Progress
+from kvpool_cli.quantities import size
 from kvpool_cli.targets import (
+    Common,
     Target,
-    add_target,
     describe_node,
     find_target,
     keyspace_of_name,
@@ -36,24 +40,6 @@ from kvpool_cli.targets import (
 )
 
 _LIST_TIMEOUT_S = 300.0
-
-
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool export`."""
-    parser.description = (
-        "Write pages to one file that `kvpool import` takes elsewhere: the longest prefix that the cluster holds of "
-        "each FILE of tokens, or without one the whole keyspace. Every page is verified. An export that was "
-        "interrupted leaves OUTPUT.partial, and the same command goes on with it."
-    )
-    add_target(parser)
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write")
-    parser.add_argument("tokens", metavar="FILE", nargs="*", help="token ids as a JSON list or separated by blanks")
-    parser.add_argument("--keyspace", default="", metavar="NAME", help="needed where there is more than one")
-    parser.add_argument(
-        "--tenant", default="default", help="the tenant that the cluster takes you for; goes into the file"
-    )
-    parser.add_argument("--json", action="store_true", help="a document for programs")
-    parser.set_defaults(run=run_export)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,14 +56,27 @@ class Exported:
     failures: dict[str, int] = field(default_factory=dict)
 
 
-def run_export(arguments: argparse.Namespace) -> int:
-    """Export; exit code 1 if chunks that were there could not be read. The file is whole in itself even then."""
-    tokens = [read_tokens(name) for name in arguments.tokens]
-    target = find_target(arguments)
-    manifest, opened, planned = run(_prepare(target, arguments, tokens))
+def export(
+    common: Common,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The file to write.")],
+    prompts: TokenSource,
+    keyspace: Keyspace = "",
+    tenant: Annotated[
+        str, typer.Option(metavar="NAME", help="The tenant that the cluster takes you for; goes into the file.")
+    ] = "default",
+) -> int:
+    """Write the pages of prompts, or of a keyspace, to one portable verified file.
+
+    `kvpool cache import` takes it elsewhere. It has the longest prefix that the cluster holds of each FILE of tokens,
+    or without one the whole keyspace. An interrupted export leaves OUTPUT.partial, and the same command goes on with
+    it. Exit code 1 if chunks that were there could not be read; the file is whole in itself even then.
+    """
+    tokens = prompts.all()
+    target = find_target(common)
+    manifest, opened, planned = run(_prepare(target, keyspace, tenant, tokens))
     # In this thread and not below an event loop, which would end only with the last page: Ctrl-C must end it at once.
-    exported = _write(target, arguments.output, manifest, opened, planned)
-    if arguments.json:
+    exported = _write(target, output, manifest, opened, planned)
+    if common.json:
         print_json(to_document(exported))
     else:
         show(render(exported))
@@ -85,25 +84,25 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 async def _prepare(
-    target: Target, arguments: argparse.Namespace, tokens: Sequence[Sequence[int]]
+    target: Target, keyspace_name: str, tenant: str, tokens: Sequence[Sequence[int]]
 ) -> tuple[Manifest, OpenedKeyspace, Sequence[PlannedChunk]]:
     """What the file is of, and what goes into it. raises: CommandFailed if that is nothing."""
     async with open_index(target) as index:
-        named = await keyspace_of_name(index, arguments.keyspace)
+        named = await keyspace_of_name(index, keyspace_name)
         opened = await index.open_keyspace(named.name, named.spec)
         manifest = Manifest(
             name=named.name,
-            tenant=arguments.tenant,
+            tenant=tenant,
             spec=named.spec,
             key_check=key_check(opened.hash_key),
             created_by=f"kvpool {__version__}",
         )
-        if keyspace_id(encode_keyspace(arguments.tenant, named.spec)) != opened.keyspace:
-            raise CommandFailed(f"keyspace {named.name} is not of tenant {arguments.tenant!r}; name yours by --tenant")
+        if keyspace_id(encode_keyspace(tenant, named.spec)) != opened.keyspace:
+            raise CommandFailed(f"keyspace {named.name} is not of tenant {tenant!r}; name yours by --tenant")
         manifest.payload_sizes()  # refused before anything is written
         planned = await _plan(target, index, opened, named.name, tokens)
     if not planned:
-        raise CommandFailed(f"the cluster holds nothing of it in keyspace {named.name}; see `kvpool match`")
+        raise CommandFailed(f"the cluster holds nothing of it in keyspace {named.name}; see `kvpool cache match`")
     return manifest, opened, planned
 
 
@@ -155,7 +154,7 @@ def _write(
             exported.failures = fetcher.failures
         progress.end()
         if not len(writer.chain):
-            raise CommandFailed(f"no chunk could be read ({_reasons(exported.failures)}); see `kvpool status`")
+            raise CommandFailed(f"no chunk could be read ({_reasons(exported.failures)}); see `kvpool cluster status`")
         exported.digest = writer.finish(opened.hash_key)
         exported.chunk_count, exported.size_bytes = len(writer.chain), writer.pages_bytes
     except KeyboardInterrupt:

@@ -36,7 +36,7 @@ from kvpool.core.export_format import (
 )
 from kvpool.core.grid import shards_in
 from kvpool.core.page import PageKey, page_bytes, verify
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 Buffer = bytes | bytearray | memoryview
 

@@ -1,4 +1,4 @@
-"""Pages that `kvpool export` takes from a cluster: which nodes hold them, and reading them there, verified."""
+"""Pages that `kvpool cache export` takes from a cluster: which nodes hold them, and reading them there, verified."""
 
 from __future__ import annotations
 

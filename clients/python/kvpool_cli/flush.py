@@ -1,16 +1,19 @@
-"""`kvpool flush`: wait until every page is durable."""
+"""`kvpool cache flush`: wait until every page is durable."""
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvpool.client.pagestore_control import FlushOutcome, PageStoreControl
 from kvpool.core.errors import KvPoolError
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, show, table
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
+from kvpool_cli.options import OneKeyspace, duration_option
+from kvpool_cli.output import print_json, show, table
 from kvpool_cli.targets import (
+    Common,
     Target,
-    add_target,
     describe,
     find_target,
     find_tls,
@@ -20,48 +23,45 @@ from kvpool_cli.targets import (
 )
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool flush`."""
-    add_target(parser)
-    parser.add_argument(
-        "--pagestore",
-        default="",
-        metavar="ENDPOINT",
-        help="only this one, host:port or unix:PATH; the index is not asked (default: all that live)",
-    )
-    parser.add_argument("--keyspace", default="", metavar="NAME", help="only this one (default: all)")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="default 60")
-    parser.add_argument("--json", action="store_true", help="a document for programs")
-    parser.set_defaults(run=run_flush)
+def flush(
+    common: Common,
+    keyspace: OneKeyspace = "",
+    node: Annotated[
+        str,
+        typer.Option(
+            "--node",
+            metavar="NODE",
+            help="Only this one: node id (its beginning), host id or endpoint; unix:PATH without asking the index.",
+        ),
+    ] = "",
+    timeout: Annotated[float, duration_option("--timeout", "Give up then (default 60s).")] = 60.0,
+) -> int:
+    """Wait until every page is durable. Exit code 1 unless all pages became durable everywhere."""
+    if node.startswith("unix:"):
+        if keyspace:
+            raise UsageFailed("--node unix:PATH flushes all keyspaces of one pagestore; leave --keyspace out")
+        target = Target(index_endpoint="", state=None, tls=find_tls(common))
+        return run(_flush_one(target, node, timeout, json=common.json))
 
+    async def flush_one(control: PageStoreControl, keyspace_id: bytes) -> FlushOutcome:
+        return await control.flush(keyspace_id, timeout_s=timeout)
 
-def run_flush(arguments: argparse.Namespace) -> int:
-    """Flush every pagestore; exit code 1 unless all pages became durable everywhere."""
-
-    async def flush(control: PageStoreControl, keyspace: bytes) -> FlushOutcome:
-        return await control.flush(keyspace, timeout_s=arguments.timeout)
-
-    if arguments.pagestore:
-        if arguments.keyspace:
-            raise CommandFailed("--pagestore flushes all keyspaces of one pagestore; leave --keyspace out")
-        target = Target(index_endpoint="", state=None, tls=find_tls(arguments))
-        return run(_flush_one(target, arguments.pagestore, arguments.timeout, json=arguments.json))
-    answers = run(on_every_pagestore(find_target(arguments), arguments.keyspace, flush))
-    nodes = [describe(node, answer) | _counts(answer) for node, answer in answers]
-    if arguments.json:
+    answers = run(on_every_pagestore(find_target(common), keyspace, flush_one, node))
+    nodes = [describe(each, answer) | _counts(answer) for each, answer in answers]
+    if common.json:
         print_json({"version": 1, "nodes": nodes})
     else:
         rows = [
             [
-                node["node_id"][:8],
-                node["host_id"],
-                *(["-", "-"] if node["error"] else [node["pages"], node["failed_pages"]]),
+                each["node_id"][:8],
+                each["host_id"],
+                *(["-", "-"] if each["error"] else [each["pages"], each["failed_pages"]]),
             ]
-            for node in nodes
+            for each in nodes
         ]
-        with_errors = [[*row, node["error"]] for row, node in zip(rows, nodes, strict=True)]
+        with_errors = [[*row, each["error"]] for row, each in zip(rows, nodes, strict=True)]
         show(table(["pagestore", "host", "pages", "failed", "error"], with_errors, right=[2, 3]))
-    return EXIT_FAILED if any(node["error"] or node["failed_pages"] for node in nodes) else EXIT_OK
+    return EXIT_FAILED if any(each["error"] or each["failed_pages"] for each in nodes) else EXIT_OK
 
 
 def _counts(answer: FlushOutcome | KvPoolError) -> dict[str, Any]:

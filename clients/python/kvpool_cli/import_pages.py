@@ -1,46 +1,27 @@
-"""`kvpool import`: a file of `kvpool export` into a cluster; nothing is stored before all of the file was verified."""
+"""`kvpool cache import`: stores the pages of an exported file, once all of it was verified."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kvpool.client.index import IndexClient, OpenedKeyspace
+import typer
+
+from kvpool.client.index import OpenedKeyspace
 from kvpool.core.errors import ExportRefused
 from kvpool.core.export_format import End, Manifest, key_check, mac_of
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
 from kvpool_cli.export_file import ExportReader, FileChunk
 from kvpool_cli.import_target import ImportTarget, Placed
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, show, size
+from kvpool_cli.output import print_json, show
 from kvpool_cli.progress import Progress
-from kvpool_cli.targets import Target, add_target, find_target, open_index, run
+from kvpool_cli.quantities import size
+from kvpool_cli.targets import Common, Target, find_target, open_index, run
 
 _BATCH_BYTES = 64 << 20
-
-
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool import`."""
-    parser.description = (
-        "Store the pages of a file that `kvpool export` wrote. The whole file is verified before the first page is "
-        "stored, and each page again when it is. Chunks that the cluster has are left as they are, so a command that "
-        "was interrupted may just be repeated. Time to live and priority come along; pins only with --keep-pins."
-    )
-    add_target(parser)
-    parser.add_argument("file", metavar="FILE", type=Path, help="what `kvpool export` wrote")
-    parser.add_argument("--name", default="", help="of the keyspace here (default: as where it was exported)")
-    parser.add_argument("--copies", type=int, default=1, metavar="N", help="nodes to store each page on (default 1)")
-    parser.add_argument("--keep-pins", action="store_true", help="pins come along, as far as the nodes allow them")
-    parser.add_argument(
-        "--digest", default=None, metavar="HEX", help="refuse a file of another digest than `export` told"
-    )
-    parser.add_argument(
-        "--verify-only", action="store_true", help="verify the file and store nothing; needs no cluster"
-    )
-    parser.add_argument("--json", action="store_true", help="a document for programs")
-    parser.set_defaults(run=run_import)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,20 +39,40 @@ class Imported:
     failures: dict[str, int] = field(default_factory=dict)
 
 
-def run_import(arguments: argparse.Namespace) -> int:
-    """Import; exit code 1 for a file that is refused, or if any of its chunks could not be stored."""
-    if not 1 <= arguments.copies <= 16:
-        raise CommandFailed(f"--copies must be 1 to 16, got {arguments.copies}")
-    if arguments.digest == "":  # as a shell's variable that was never set
-        raise CommandFailed("--digest is empty; give the digest that `kvpool export` told, or leave the option out")
-    target = None if arguments.verify_only else find_target(arguments)
-    imported = _verified(arguments.file, arguments.digest)
+def import_pages(
+    common: Common,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `kvpool cache export` wrote.")],
+    keyspace: Annotated[
+        str,
+        typer.Option("--keyspace", "-k", metavar="NAME", help="Its name here (default: as where it was exported)."),
+    ] = "",
+    copies: Annotated[int, typer.Option(metavar="N", min=1, max=16, help="Nodes to store each page on.")] = 1,
+    keep_pins: Annotated[
+        bool, typer.Option("--keep-pins", help="Pins come along, as far as the nodes allow them.")
+    ] = False,
+    digest: Annotated[
+        str | None, typer.Option(metavar="HEX", help="Refuse a file with another digest than `export` printed.")
+    ] = None,
+    verify_only: Annotated[
+        bool, typer.Option("--verify-only", help="Verify the file and store nothing; needs no cluster.")
+    ] = False,
+) -> int:
+    """Store the pages of an exported file, once all of it is verified.
+
+    Chunks that the cluster has are left as they are, so a command that was interrupted may just be repeated. Time to
+    live and priority come along; pins only with --keep-pins. Exit code 1 for a file that is refused, or if any of its
+    chunks could not be stored.
+    """
+    if digest == "":  # as a shell's variable that was never set
+        raise UsageFailed("--digest is empty; give the digest that `export` printed, or leave the option out")
+    target = None if verify_only else find_target(common)
+    imported = _verified(file, digest)
     if target is not None:
-        run(_import(target, arguments, imported))
-    if arguments.json:
-        print_json(to_document(imported, arguments.verify_only))
+        run(_import(target, file, imported, keyspace, copies=copies, keep_pins=keep_pins))
+    if common.json:
+        print_json(to_document(imported, verify_only))
     else:
-        show(render(imported, arguments.verify_only))
+        show(render(imported, verify_only))
     return EXIT_FAILED if imported.failed_chunks else EXIT_OK
 
 
@@ -88,13 +89,16 @@ def _verified(path: Path, digest: str | None) -> Imported:
         return Imported(manifest=reader.manifest, end=reader.end, marks=reader.marks)
 
 
-async def _import(target: Target, arguments: argparse.Namespace, imported: Imported) -> None:
+async def _import(
+    target: Target, file: Path, imported: Imported, keyspace_name: str, *, copies: int, keep_pins: bool
+) -> None:
     manifest = imported.manifest
-    imported.name = arguments.name or manifest.name
+    imported.name = keyspace_name or manifest.name
     async with open_index(target) as index:
         opened = await index.open_keyspace(imported.name, manifest.spec)
         check_ours(manifest, imported.end, opened)
-        await _store(target, index, opened, arguments, imported)
+        async with ImportTarget(target, index, opened, manifest.spec, copies) as into:
+            await _store(into, file, imported, keep_pins=keep_pins)
 
 
 def check_ours(manifest: Manifest, end: End, opened: OpenedKeyspace) -> None:
@@ -113,25 +117,22 @@ def check_ours(manifest: Manifest, end: End, opened: OpenedKeyspace) -> None:
         raise ExportRefused("the file was not written by who knows the tenant secret (its MAC is wrong): it is forged")
 
 
-async def _store(
-    target: Target, index: IndexClient, opened: OpenedKeyspace, arguments: argparse.Namespace, imported: Imported
-) -> None:
-    async with ImportTarget(target, index, opened, imported.manifest.spec, arguments.copies) as into:
-        await into.look()
-        with ExportReader(arguments.file, read_before=imported.marks) as reader:
-            if reader.manifest != imported.manifest:
-                raise ExportRefused(f"{arguments.file} was changed while it was read; import it again")
-            progress = Progress("import", reader.size_bytes)
-            batches = _batches(reader)
-            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-                for placed in await into.store([_kept(chunk, arguments.keep_pins) for chunk in batch]):
-                    _count(imported, placed)
-                progress.show(reader.good_bytes)
-            progress.end()
-            if reader.end != imported.end:
-                raise ExportRefused(f"{arguments.file} was changed after its last page; what was stored is whole")
-        await into.finish()
-        imported.failures = dict(into.failures)
+async def _store(into: ImportTarget, file: Path, imported: Imported, *, keep_pins: bool) -> None:
+    await into.look()
+    with ExportReader(file, read_before=imported.marks) as reader:
+        if reader.manifest != imported.manifest:
+            raise ExportRefused(f"{file} was changed while it was read; import it again")
+        progress = Progress("import", reader.size_bytes)
+        batches = _batches(reader)
+        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            for placed in await into.store([_kept(chunk, keep_pins) for chunk in batch]):
+                _count(imported, placed)
+            progress.show(reader.good_bytes)
+        progress.end()
+        if reader.end != imported.end:
+            raise ExportRefused(f"{file} was changed after its last page; what was stored is whole")
+    await into.finish()
+    imported.failures = dict(into.failures)
 
 
 def _kept(chunk: FileChunk, keep_pins: bool) -> FileChunk:

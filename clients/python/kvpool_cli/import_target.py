@@ -1,4 +1,4 @@
-"""Where `kvpool import` stores chunks: what the cluster has already, which nodes to write to, and writing there."""
+"""Where `kvpool cache import` stores chunks: what the cluster has, which nodes to write to, and writing there."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class ImportTarget:
                         by_node.setdefault(node.node_id, []).append(by_hash[chunk_hash])
             if not by_node:
                 if lacking and not attempt:
-                    self.failures["no node takes new pages; see `kvpool status`"] = len(lacking)
+                    self.failures["no node takes new pages; see `kvpool cluster status`"] = len(lacking)
                 break
             streams = [
                 asyncio.to_thread(self._write, self._nodes[node], self._client(self._nodes[node]), part)

@@ -1,24 +1,21 @@
-"""`kvpool logs`, and reading the ends of log files."""
+"""`kvpool cluster logs`, and reading the ends of log files."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
-from kvpool_cli.output import EXIT_OK, CommandFailed, show
+import typer
 
-_TAIL_BYTES = 1 << 20  # of one log at most: nobody reads more than that from its end
+from kvpool_cli.errors import EXIT_OK, CommandFailed
+from kvpool_cli.output import show
+from kvpool_cli.targets import Common
+
+_TAIL_BYTES = 1 << 20  # of one log at most: more than a person reads
 _FOLLOW_INTERVAL_S = 0.3
-
-
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool logs`."""
-    parser.add_argument("process", nargs="*", help="names such as index-0 (default: all)")
-    parser.add_argument("-n", "--lines", type=int, default=20, help="last lines of each (default 20)")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on printing what is added")
-    parser.set_defaults(run=run_logs)
 
 
 def log_dir(state_dir: Path) -> Path:
@@ -39,31 +36,45 @@ def last_lines(path: Path, count: int, *, start: int = 0) -> list[str]:
     return text.strip().splitlines()[-count:] if count > 0 else []
 
 
-def run_logs(arguments: argparse.Namespace) -> int:
-    """Print the ends of log files, and follow them."""
-    directory = log_dir(arguments.state_dir)
-    paths = sorted(path for path in directory.glob("*.log") if not arguments.process or path.stem in arguments.process)
+def logs(
+    common: Common,
+    process: Annotated[
+        list[str] | None, typer.Argument(metavar="PROCESS", help="Names such as index-0 (default: all).")
+    ] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="Last lines of each.")] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing what is added.")] = False,
+) -> int:
+    """Show the ends of the logs of the cluster's processes. With --json, a document for each line."""
+    directory = log_dir(common.state_dir)
+    paths = sorted(path for path in directory.glob("*.log") if not process or path.stem in process)
     if not paths:
-        raise CommandFailed(f"no logs of {', '.join(arguments.process) or 'any process'} in {directory}")
+        raise CommandFailed(f"no logs of {', '.join(process or ()) or 'any process'} in {directory}")
     positions = {path: path.stat().st_size for path in paths}
     for path in paths:
-        for line in last_lines(path, arguments.lines):
-            show(f"{path.stem}: {line}")
-    while arguments.follow:
+        for text in last_lines(path, lines):
+            _print_line(common, path.stem, text)
+    while follow:
         for path in paths:
-            positions[path] = _print_new(path, positions[path])
+            positions[path] = _print_new(common, path, positions[path])
         sys.stdout.flush()
         time.sleep(_FOLLOW_INTERVAL_S)
     return EXIT_OK
 
 
-def _print_new(path: Path, position: int) -> int:
+def _print_new(common: Common, path: Path, position: int) -> int:
     with path.open("rb") as log:
         if position > log.seek(0, 2):  # it was rotated: a new one begins
             position = 0
         log.seek(position)
         added = log.read()
     whole = added[: added.rfind(b"\n") + 1]
-    for line in whole.decode(errors="replace").splitlines():
-        show(f"{path.stem}: {line}")
+    for text in whole.decode(errors="replace").splitlines():
+        _print_line(common, path.stem, text)
     return position + len(whole)
+
+
+def _print_line(common: Common, process: str, text: str) -> None:
+    if common.json:
+        sys.stdout.write(json.dumps({"process": process, "line": text}) + "\n")
+    else:
+        show(f"{process}: {text}")

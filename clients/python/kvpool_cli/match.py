@@ -1,28 +1,23 @@
-"""`kvpool match`: how much of a token sequence the cluster holds, and where."""
+"""`kvpool cache match`: how much of a token sequence the cluster holds, and where."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rich.console import RenderableType
 
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.chunks import chunk_hashes, group_head_index
 from kvpool.core.cluster import ChainQuery, Location, MatchRun, NodeInfo
 from kvpool.core.coverage import Coverage
 from kvpool.core.outcome import Tier
-from kvpool_cli.chains import add_tokens, read_tokens
-from kvpool_cli.output import EXIT_OK, print_json, show, table
-from kvpool_cli.targets import Target, add_target, find_target, keyspace_of_name, open_index, run
-
-
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool match`."""
-    add_target(parser)
-    add_tokens(parser)
-    parser.add_argument("--json", action="store_true", help="a document for programs; its fields stay what they are")
-    parser.set_defaults(run=run_match)
+from kvpool_cli.chains import TokenSource
+from kvpool_cli.errors import EXIT_OK
+from kvpool_cli.options import Keyspace
+from kvpool_cli.output import print_json, show, stack, table
+from kvpool_cli.targets import Common, Target, find_target, keyspace_of_name, open_index, run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +50,11 @@ class Found:
         return sum(run.chunk_count for run in self.runs if run.tier is tier)
 
 
-def run_match(arguments: argparse.Namespace) -> int:
-    """Print runs and totals."""
-    tokens = read_tokens(arguments.tokens)
-    found = run(look_up(find_target(arguments), arguments.keyspace, tokens))
-    if arguments.json:
+def match(common: Common, prompt: TokenSource, keyspace: Keyspace = "") -> int:
+    """Show how much of a prompt the cluster holds, and where."""
+    tokens = prompt.one()
+    found = run(look_up(find_target(common), keyspace, tokens))
+    if common.json:
         print_json(to_document(found))
     else:
         show(render(found))
@@ -152,7 +147,7 @@ def to_document(found: Found) -> dict[str, Any]:
     }
 
 
-def render(found: Found) -> str:
+def render(found: Found) -> RenderableType:
     """Tables for people."""
     rows = [
         [
@@ -170,8 +165,8 @@ def render(found: Found) -> str:
     totals += [["not held", missing, missing * found.chunk_tokens], ["no full chunk", "-", rest]]
     held_tokens = found.matched_chunks * found.chunk_tokens
     held = f"{found.matched_chunks} of {found.chunk_count} chunks ({held_tokens} of {found.token_count} tokens)"
-    parts = [f"keyspace {found.keyspace}: {held} are held", ""]
+    parts: list[RenderableType | str] = [f"keyspace {found.keyspace}: {held} are held", ""]
     if rows:
         parts += [table(["chunks", "count", "tokens", "tier", "nodes"], rows, right=[1, 2]), ""]
     parts.append(table(["total", "chunks", "tokens"], totals, right=[1, 2]))
-    return "\n".join(parts)
+    return stack(*parts)

@@ -1,64 +1,57 @@
-"""`kvpool pin` and `kvpool unpin`: keep the chunks of a prompt from being evicted, for a time."""
+"""`kvpool cache pin` and `kvpool cache unpin`: keep the chunks of a prompt from being evicted, for a time."""
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
 
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import LiveNode
 from kvpool.core.errors import KvPoolError
 from kvpool.core.retention import PINNED_FOREVER_US
-from kvpool_cli.chains import Chain, add_tokens, chain_of, read_tokens
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, duration_from_text, print_json, show, table
-from kvpool_cli.pin_list import list_pins, wall_time
-from kvpool_cli.targets import Target, add_target, find_target, live_pagestores, on_pagestores, open_index, run, said
+from kvpool_cli.chains import Chain, TokenSource, chain_of
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
+from kvpool_cli.options import Keyspace, duration_option
+from kvpool_cli.output import print_json, show, stack, table
+from kvpool_cli.pin_list import wall_time
+from kvpool_cli.targets import Common, Target, find_target, live_pagestores, on_pagestores, open_index, run, said
 
 CALL_TIMEOUT_S = 30.0
+_DEFAULT_S = 86_400.0
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool pin`."""
-    parser.description = (
-        "Keep the chunks of a token sequence from being evicted. A pin is durable for durable pages, ends by itself, "
-        "and counts against the node's max_pinned_share; it does not bring pages that nobody holds."
-    )
-    add_target(parser)
-    add_tokens(parser, nargs="?")
-    parser.add_argument("--list", action="store_true", help="show what is pinned, instead of a FILE")
-    until = parser.add_mutually_exclusive_group()
-    until.add_argument(
-        "--for", dest="for_s", type=duration_from_text, default=86_400.0, metavar="TIME", help="such as 12h; default 1d"
-    )
-    until.add_argument("--forever", action="store_true", help="until `kvpool unpin`")
-    parser.add_argument("--json", action="store_true", help="a document for programs")
-    parser.set_defaults(run=run_pin)
+def pin(
+    common: Common,
+    prompt: TokenSource,
+    keyspace: Keyspace = "",
+    duration_s: Annotated[float | None, duration_option("--for", "How long, such as 12h (default 1d).")] = None,
+    forever: Annotated[bool, typer.Option("--forever", help="Until `kvpool cache unpin`.")] = False,
+) -> int:
+    """Protect the chunks of a prompt from eviction, for a time.
+
+    A pin is durable for durable pages, ends by itself, and counts against the node's max_pinned_share; it does not
+    bring pages that no node holds. Exit code 1 unless all pagestores did it and any page was there.
+    """
+    if forever and duration_s is not None:
+        raise UsageFailed("--for and --forever exclude each other")
+    until_us = PINNED_FOREVER_US if forever else int((time.time() + (duration_s or _DEFAULT_S)) * 1e6)
+    return _set_pins(common, prompt, keyspace, until_us)
 
 
-def declare_unpin(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool unpin`."""
-    parser.description = "End the pins of a token sequence's chunks, also those that were stored with a pin."
-    add_target(parser)
-    add_tokens(parser)
-    parser.add_argument("--json", action="store_true", help="a document for programs")
-    parser.set_defaults(run=run_pin, for_s=0.0, forever=False, list=False)
+def unpin(common: Common, prompt: TokenSource, keyspace: Keyspace = "") -> int:
+    """End the pins of a prompt's chunks, also those that were stored with a pin."""
+    return _set_pins(common, prompt, keyspace, 0)
 
 
-def run_pin(arguments: argparse.Namespace) -> int:
-    """Pin on every pagestore; exit code 1 unless all did it and anything was there."""
-    if bool(arguments.tokens) == arguments.list:
-        raise CommandFailed("name a FILE of tokens to pin, or give --list; not both")
-    if arguments.list:
-        return list_pins(arguments)
-    until_us = PINNED_FOREVER_US if arguments.forever else int((time.time() + arguments.for_s) * 1e6)
-    if not arguments.for_s:
-        until_us = 0
-    tokens = read_tokens(arguments.tokens)
-    pinned = run(_pin(find_target(arguments), arguments.keyspace, tokens, until_us))
-    if arguments.json:
+def _set_pins(common: Common, prompt: TokenSource, keyspace: str, until_us: int) -> int:
+    tokens = prompt.one()
+    pinned = run(_pin(find_target(common), keyspace, tokens, until_us))
+    if common.json:
         print_json(to_document(pinned))
     else:
         show(render(pinned))
@@ -117,7 +110,7 @@ def to_document(pinned: Pinned) -> dict[str, Any]:
     }
 
 
-def render(pinned: Pinned) -> str:
+def render(pinned: Pinned) -> RenderableType:
     """A table for people."""
     rows = [
         [
@@ -130,11 +123,11 @@ def render(pinned: Pinned) -> str:
     what = f"{len(pinned.chain.hashes)} chunks of keyspace {pinned.chain.named.name}"
     if not pinned.page_count:
         lacking = "see the errors" if pinned.failed else "let an engine store them first"
-        head = f"nothing was done: no node told that it holds any of the {what}; {lacking}"
+        head = f"nothing was done: no node holds any of the {what}; {lacking}"
     elif not pinned.until_us:
         head = f"{what} are not pinned any more"
     elif pinned.until_us == PINNED_FOREVER_US:
-        head = f"{what} are pinned until `kvpool unpin`"
+        head = f"{what} are pinned until `kvpool cache unpin`"
     else:
         head = f"{what} are pinned until {wall_time(pinned.until_us)}"
-    return f"{head}\n\n{table(['pagestore', 'host', 'pages', 'error'], rows, right=[2])}"
+    return stack(head, "", table(["pagestore", "host", "pages", "error"], rows, right=[2]))

@@ -1,8 +1,7 @@
-"""`kvpool pin --list`: what is pinned, by keyspace and chain."""
+"""`kvpool cache pins`: what is pinned, by keyspace and chain."""
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +9,10 @@ from typing import Any
 from kvpool.client.pagestore_control import ListedChunk, PageStoreControl
 from kvpool.core.errors import KvPoolError
 from kvpool.core.retention import PINNED_FOREVER_US
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, print_json, show, table
-from kvpool_cli.targets import Target, find_target, live_pagestores, on_pagestores, open_index, run, said
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK
+from kvpool_cli.options import OneKeyspace
+from kvpool_cli.output import print_json, show, table
+from kvpool_cli.targets import Common, Target, find_target, live_pagestores, on_pagestores, open_index, run, said
 
 _LIST_TIMEOUT_S = 60.0
 
@@ -35,10 +36,10 @@ class PinnedGroup:
         self.first_end_us = min(self.first_end_us, chunk.metadata.pinned_until_us)
 
 
-def list_pins(arguments: argparse.Namespace) -> int:
-    """Print them; exit code 1 if a node did not tell."""
-    groups, failed = run(_groups(find_target(arguments), arguments.keyspace))
-    if arguments.json:
+def pins(common: Common, keyspace: OneKeyspace = "") -> int:
+    """Show what is pinned, by keyspace and chain. Exit code 1 if a node did not answer."""
+    groups, failed = run(_groups(find_target(common), keyspace))
+    if common.json:
         print_json({"version": 1, "groups": [_to_document(group) for group in groups], "failed": failed})
     else:
         rows = [

@@ -2,91 +2,134 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import RenderableType
 
 from kvpool.client.index import NamedKeyspace
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import KeyspacePolicy, StagingMode, WritePolicy, option_name, option_of
 from kvpool.core.retention import Retention
-from kvpool_cli.output import EXIT_OK, CommandFailed, print_json, show, size, size_from_text, table
-from kvpool_cli.targets import Target, add_target, find_target, open_index, run
+from kvpool_cli.errors import EXIT_OK, CommandFailed, UsageFailed
+from kvpool_cli.options import OneKeyspace, size_option
+from kvpool_cli.output import print_json, show, table
+from kvpool_cli.quantities import duration_from_text, size
+from kvpool_cli.targets import Common, Target, find_target, open_index, run
+
+OptionT = TypeVar("OptionT", WritePolicy, StagingMode)
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool policy set` and `kvpool policy show`."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    change = actions.add_parser("set", help="change a policy; what is not named stays as it is", allow_abbrev=False)
-    add_target(change)
-    change.add_argument("name", metavar="NAME", help="the keyspace")
-    change.add_argument("--reset", action="store_true", help="begin with the defaults of the nodes")
-    for flag, kind, text in (
-        ("--write-policy", _option(WritePolicy), "default, write-back, write-through, selective or staging-only"),
-        ("--staging", _option(StagingMode), "default, cache or transit"),
-        ("--selective-min-uses", int, "selective: pages go to disk at this use; 0: as the node says"),
-        ("--selective-min-tokens", int, "selective: pages of prompts this long go at once; 0: as the node says"),
-        ("--replicas", int, "nodes that should hold each page; 0: as the nodes say"),
-        ("--quota", size_from_text, "bytes on each node, such as 10GiB; 0: no quota"),
-        ("--ttl-ms", int, "time to live of pages that were stored without one; 0: no limit"),
-        ("--priority", int, "of pages that were stored without one: -100, first to go, to 100"),
-    ):
-        change.add_argument(flag, type=kind, help=text)
-    change.set_defaults(run=run_set)
-    show = actions.add_parser("show", help="show policies", allow_abbrev=False)
-    add_target(show)
-    show.add_argument("name", metavar="NAME", nargs="?", default="", help="only this keyspace")
-    show.add_argument("--json", action="store_true", help="for programs")
-    show.set_defaults(run=run_show)
+WritePolicyOption = Annotated[
+    WritePolicy | None,
+    typer.Option(
+        parser=lambda text: _option_of(WritePolicy, text),
+        metavar="POLICY",
+        help=f"{', '.join(map(option_name, WritePolicy))}.",
+    ),
+]
+StagingOption = Annotated[
+    StagingMode | None,
+    typer.Option(
+        parser=lambda text: _option_of(StagingMode, text),
+        metavar="MODE",
+        help=f"{', '.join(map(option_name, StagingMode))}.",
+    ),
+]
 
 
-def run_set(arguments: argparse.Namespace) -> int:
-    """Change one policy; pagestores learn it with their next lease renewal."""
-    target = find_target(arguments)
+def set_policy(
+    common: Common,
+    keyspace: Annotated[str, typer.Option("--keyspace", "-k", metavar="NAME", help="The keyspace.")],
+    reset: Annotated[bool, typer.Option("--reset", help="Begin with the defaults of the nodes.")] = False,
+    write_policy: WritePolicyOption = None,
+    staging: StagingOption = None,
+    selective_min_uses: Annotated[
+        int | None, typer.Option(metavar="N", help="Selective: pages go to disk at this use; 0: as the node says.")
+    ] = None,
+    selective_min_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Selective: pages of prompts this long go at once; 0: as the node says."),
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(metavar="N", help="Nodes that should hold each page; 0: as the nodes say.")
+    ] = None,
+    quota: Annotated[int | None, size_option("--quota", "Of each node, such as 10GiB; 0: no quota.")] = None,
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            "--ttl", metavar="TIME", help="Time to live of pages stored without one, such as 7d; 0: no limit."
+        ),
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(metavar="N", help="Of pages stored without one: -100, first to go, to 100.")
+    ] = None,
+) -> int:
+    """Change a keyspace's policy; what is not named stays as it is.
 
-    async def change() -> NamedKeyspace:
+    Pagestores learn it with their next lease renewal.
+    """
+    target = find_target(common)
+    change = Change(
+        fields={
+            "write_policy": write_policy,
+            "staging": staging,
+            "selective_min_uses": selective_min_uses,
+            "selective_min_tokens": selective_min_tokens,
+            "replication_factor": replicas,
+            "quota_bytes": quota,
+        },
+        retention={"ttl_ms": None if ttl is None else _ttl_ms(ttl), "priority": priority},
+    )
+
+    async def apply() -> NamedKeyspace:
         async with open_index(target) as index:
-            (found,) = await _named(target, arguments.name)
-            before = found.policy.policy if found.policy is not None and not arguments.reset else KeyspacePolicy()
-            told = await index.set_keyspace_policy(found.name, changed(before, arguments))
-            return replace(found, policy=told)
+            (found,) = await _named(target, keyspace)
+            before = found.policy.policy if found.policy is not None and not reset else KeyspacePolicy()
+            return replace(found, policy=await index.set_keyspace_policy(found.name, change.applied(before)))
 
-    show(render([run(change())]))
-    return EXIT_OK
+    return _print(common, [run(apply())])
 
 
-def run_show(arguments: argparse.Namespace) -> int:
-    """Show all policies, or one."""
-    named = run(_named(find_target(arguments), arguments.name))
-    if arguments.json:
+def show_policies(common: Common, keyspace: OneKeyspace = "") -> int:
+    """Show the policies of all keyspaces, or of one."""
+    return _print(common, run(_named(find_target(common), keyspace)))
+
+
+def _print(common: Common, named: list[NamedKeyspace]) -> int:
+    if common.json:
         print_json({"keyspaces": [document(one) for one in named]})
     else:
         show(render(named))
     return EXIT_OK
 
 
-def changed(policy: KeyspacePolicy, arguments: argparse.Namespace) -> KeyspacePolicy:
-    """The policy with what was named on the command line. Raises InvalidRequest for what cannot be."""
+def _ttl_ms(text: str) -> int:
+    try:
+        return 0 if text == "0" else round(duration_from_text(text) * 1e3)
+    except ValueError as error:
+        raise UsageFailed(f"--ttl: {error}") from error
 
-    def named(**fields: Any) -> dict[str, Any]:
-        return {name: value for name, value in fields.items() if value is not None}
 
-    retention = replace(policy.retention, **named(ttl_ms=arguments.ttl_ms, priority=arguments.priority))
-    wanted = replace(
-        policy,
-        **named(
-            write_policy=arguments.write_policy,
-            staging=arguments.staging,
-            selective_min_uses=arguments.selective_min_uses,
-            selective_min_tokens=arguments.selective_min_tokens,
-            replication_factor=arguments.replicas,
-            quota_bytes=arguments.quota,
-        ),
-        retention=retention,
-    )
-    wanted.check()
-    return wanted
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What was named on the command line; None was not. retention: of pages that were stored without."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    retention: Mapping[str, Any] = field(default_factory=dict)
+
+    def applied(self, policy: KeyspacePolicy) -> KeyspacePolicy:
+        """The policy with the change. Raises InvalidRequest for a policy that is contradictory."""
+        retention = replace(policy.retention, **_given(self.retention))
+        wanted = replace(policy, **_given(self.fields), retention=retention)
+        wanted.check()
+        return wanted
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def document(named: NamedKeyspace) -> dict[str, Any]:
@@ -107,7 +150,7 @@ def document(named: NamedKeyspace) -> dict[str, Any]:
     }
 
 
-def render(keyspaces: list[NamedKeyspace]) -> str:
+def render(keyspaces: list[NamedKeyspace]) -> RenderableType:
     """A table for people; - stands for what is left to the nodes."""
     rows = []
     for one in keyspaces:
@@ -149,11 +192,8 @@ async def _named(target: Target, name: str) -> list[NamedKeyspace]:
     return found
 
 
-def _option(kind: type[WritePolicy] | type[StagingMode]) -> Callable[[str], WritePolicy | StagingMode]:
-    def parse(text: str) -> WritePolicy | StagingMode:
-        try:
-            return option_of(kind, text)
-        except InvalidRequest as error:
-            raise argparse.ArgumentTypeError(error.message) from error
-
-    return parse
+def _option_of(kind: type[OptionT], text: str | OptionT) -> OptionT:
+    try:
+        return option_of(kind, text) if isinstance(text, str) else text
+    except InvalidRequest as error:
+        raise ValueError(error.message) from error

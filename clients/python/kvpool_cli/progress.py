@@ -1,51 +1,34 @@
-"""How far a long command is: one line on a terminal's stderr, nothing where stderr is none."""
+"""How far a long command is: one line on a terminal's stderr, nothing where stderr is not a terminal."""
 
 from __future__ import annotations
 
-import shutil
 import sys
-import time
 
-from kvpool_cli.output import size
-
-_SHOWN_EVERY_S = 0.2
-_BAR_CHARS = 24
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
 
 
 class Progress:
-    """Bytes done of a total; the rate is that since the start, less what was done before."""
+    """Bytes done of a total. done_before_bytes: of an earlier run."""
 
     def __init__(self, what: str, total_bytes: int, *, done_before_bytes: int = 0) -> None:
-        self._what = what
-        self._total_bytes = total_bytes
-        self._before_bytes = done_before_bytes
-        self._started_s = time.monotonic()
-        self._shown_s = float("-inf")
-        self._shows = sys.stderr.isatty()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        console = Console(stderr=True)
+        self._bars = Bars(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
+        self._task = self._bars.add_task(what, total=total_bytes, completed=done_before_bytes)
+        self._bars.start()
 
     def show(self, done_bytes: int) -> None:
-        """Say where we are, now and then."""
-        now_s = time.monotonic()
-        if self._shows and now_s - self._shown_s >= _SHOWN_EVERY_S:
-            self._shown_s = now_s
-            columns = shutil.get_terminal_size().columns
-            line = self.line(done_bytes, now_s - self._started_s)
-            sys.stderr.write(f"\r{line[: columns - 1]}\x1b[K")
-            sys.stderr.flush()
-
-    def line(self, done_bytes: int, elapsed_s: float) -> str:
-        """What is shown."""
-        share = min(1.0, done_bytes / self._total_bytes) if self._total_bytes else 1.0
-        filled = int(share * _BAR_CHARS)
-        rate = (done_bytes - self._before_bytes) / elapsed_s if elapsed_s > 0 else 0.0
-        left = f", {(self._total_bytes - done_bytes) / rate:.0f} s left" if rate > 0 else ""
-        return (
-            f"{self._what} [{'#' * filled}{'-' * (_BAR_CHARS - filled)}] {share:4.0%} "
-            f"{size(done_bytes)} of {size(self._total_bytes)}, {size(rate)}/s{left}"
-        )
+        """Show where we are, now and then."""
+        self._bars.update(self._task, completed=done_bytes)
 
     def end(self) -> None:
         """Take the line away."""
-        if self._shows:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        self._bars.stop()

@@ -1,31 +1,31 @@
-"""`kvpool route`: which hosts would serve a token sequence best, by what an engine there would find of it."""
+"""`kvpool cache route`: which hosts would serve a token sequence best, by what an engine there would find of it."""
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
 
 from kvpool.core.chunks import chunk_hashes
 from kvpool.core.cluster import ChainQuery, RouteAnswer
-from kvpool_cli.chains import add_tokens, read_tokens
-from kvpool_cli.output import EXIT_OK, print_json, show, table
-from kvpool_cli.targets import Target, add_target, find_target, keyspace_of_name, open_index, run
+from kvpool_cli.chains import TokenSource
+from kvpool_cli.errors import EXIT_OK
+from kvpool_cli.options import Keyspace
+from kvpool_cli.output import print_json, show, stack, table
+from kvpool_cli.targets import Common, Target, find_target, keyspace_of_name, open_index, run
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool route`."""
-    add_target(parser)
-    add_tokens(parser)
-    parser.add_argument("--all", action="store_true", help="also hosts that hold nothing of the prefix")
-    parser.add_argument("--json", action="store_true", help="a document for programs; its fields stay what they are")
-    parser.set_defaults(run=run_route)
-
-
-def run_route(arguments: argparse.Namespace) -> int:
-    """Print candidates, best first."""
-    tokens = read_tokens(arguments.tokens)
-    answer = run(look_up(find_target(arguments), arguments.keyspace, tokens, with_unmatched=arguments.all))
-    if arguments.json:
+def route(
+    common: Common,
+    prompt: TokenSource,
+    keyspace: Keyspace = "",
+    all_hosts: Annotated[bool, typer.Option("--all", help="Also hosts that hold nothing of the prefix.")] = False,
+) -> int:
+    """Rank hosts by what an engine there would find of a prompt, best first."""
+    tokens = prompt.one()
+    answer = run(look_up(find_target(common), keyspace, tokens, with_unmatched=all_hosts))
+    if common.json:
         print_json(to_document(answer))
     else:
         show(render(answer))
@@ -71,11 +71,11 @@ def to_document(answer: RouteAnswer) -> dict[str, Any]:
     }
 
 
-def render(answer: RouteAnswer) -> str:
+def render(answer: RouteAnswer) -> RenderableType:
     """A table for people."""
     head = f"the cluster holds {answer.matched_chunks} chunks of the prefix"
     if not answer.candidates:
-        return f"{head}; no host holds any of it"
+        return stack(f"{head}; no host holds any of it")
     rows = [
         [
             each.host_id,
@@ -87,4 +87,4 @@ def render(answer: RouteAnswer) -> str:
         for each in answer.candidates
     ]
     columns = ["host", "score", "whole prefix", "gpu", "staging", "disk", "arena used"]
-    return f"{head}\n\n{table(columns, rows, right=list(range(1, len(columns))))}"
+    return stack(head, "", table(columns, rows, right=list(range(1, len(columns)))))

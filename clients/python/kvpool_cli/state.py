@@ -1,4 +1,4 @@
-"""What `kvpool up` leaves for the other commands: one JSON file in the state directory, and who may write it."""
+"""What `kvpool cluster up` leaves for other commands: one JSON file in the state directory, and its lock."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ClusterState:
         return [process for process in self.processes if process.role == role]
 
     def supervised(self) -> bool:
-        """Whether the `kvpool up` that wrote this still runs."""
+        """Whether the `kvpool cluster up` that wrote this still runs."""
         return start_ticks(self.supervisor_pid) == self.supervisor_start_ticks != 0
 
 
@@ -99,14 +99,14 @@ def _process(entry: Mapping[str, Any]) -> ProcessState:
 
 
 class StateLock:
-    """Held by the one `kvpool up` of a state directory for as long as it runs; the kernel drops it when that dies."""
+    """Held by the one `kvpool cluster up` of a state directory while it runs; the kernel drops it when that dies."""
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / "lock"
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Raises StartupFailed if another `kvpool up` runs here, or the directory cannot be written."""
+        """Raises StartupFailed if another `kvpool cluster up` runs here, or the directory cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -120,7 +120,7 @@ class StateLock:
             os.close(descriptor)
             raise StartupFailed(
                 f"a cluster runs in {self._path.parent} already; "
-                "end it with `kvpool down` or choose another --state-dir"
+                "end it with `kvpool cluster down` or choose another --state-dir"
             ) from None
         self._descriptor = descriptor
 

@@ -1,54 +1,48 @@
-"""`kvpool status`: one stable document about a cluster, and its tables."""
+"""`kvpool cluster status`: one stable document about a cluster, and its tables."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.table import Table
 
 from kvpool.client.index import NamedKeyspace
 from kvpool.client.pagestore_control import PageStoreStatus
 from kvpool.core.cluster import LiveNode, NodeKind
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, print_json, show, size, table
-from kvpool_cli.targets import Target, add_target, find_target, open_agent, open_index, open_pagestore, run, said
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK
+from kvpool_cli.output import line, print_json, show, stack, table
+from kvpool_cli.quantities import size
+from kvpool_cli.targets import Common, Target, find_target, open_agent, open_index, open_pagestore, run, said
 from kvpool_cli.top_view import natural
 
 STATUS_VERSION = 1
 NODE_TIMEOUT_S = 2.0
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool status`."""
-    add_target(parser)
-    parser.add_argument("--json", action="store_true", help="a document for programs; its fields stay what they are")
-    parser.add_argument(
-        "--check", action="store_true", help="for monitoring: print only what is wrong; exit code 1 if anything is"
-    )
-    parser.add_argument(
-        "--expect",
-        type=int,
-        default=0,
-        metavar="N",
-        help="pagestores that there should be: fewer is wrong, too (who has no lease is unknown otherwise)",
-    )
-    parser.set_defaults(run=run_status)
-
-
-def run_status(arguments: argparse.Namespace) -> int:
-    """Print it; exit code 1 if the store or any node that has a lease cannot be reached, or for any --check."""
-    target = find_target(arguments)
+def status(
+    common: Common,
+    check: Annotated[
+        bool, typer.Option("--check", help="For monitoring: print only what is wrong; exit code 1 if anything is.")
+    ] = False,
+    expect: Annotated[int, typer.Option(metavar="N", help="Pagestores that there should be: fewer is wrong, too.")] = 0,
+) -> int:
+    """Show nodes, their arenas and disks, keyspaces; exit code 1 if the store or a node cannot be reached."""
+    target = find_target(common)
     document = run(read_status(target))
-    document["problems"] += missing_nodes(document, arguments.expect)
-    if arguments.json:
+    document["problems"] += missing_nodes(document, expect)
+    if common.json:
         print_json(document)
-    elif arguments.check:
+    elif check:
         show("\n".join(document["problems"]) or f"ok: {_summary(document['nodes'])}")
     else:
         show(render(document))
-    if arguments.check:
+    if check:
         return EXIT_FAILED if document["problems"] else EXIT_OK
     well = document["store"]["reachable"] and not any(node["error"] for node in document["nodes"])
     return EXIT_OK if well else EXIT_FAILED
@@ -182,28 +176,28 @@ def _processes(target: Target) -> list[dict[str, Any]]:
     ]
 
 
-def render(document: dict[str, Any]) -> str:
+def render(document: dict[str, Any]) -> RenderableType:
     """Tables for people."""
     store, index = document["store"], document["index"]
     reachable = "reachable" if store["reachable"] else "NOT REACHABLE"
     described = f" ({store['description']})" if store["description"] else ""
-    parts = [
+    parts: list[RenderableType | str] = [
         f"index: {index['endpoint']}, version {index['version']}",
         f"store: {store['kind']}, {reachable}{described}",
         "",
         _node_table(document["nodes"]) if document["nodes"] else "no nodes are registered",
         *([_summary(document["nodes"])] if len(document["nodes"]) > 1 else []),
-        *_faults(document["nodes"]),
+        *(line(fault, "red") for fault in _faults(document["nodes"])),
         "",
         _keyspace_table(document["keyspaces"]) if document["keyspaces"] else "no keyspaces are open",
     ]
     dead = [process["name"] for process in document["processes"] if not process["alive"]]
     if dead:
-        parts += ["", f"not running: {', '.join(dead)}"]
-    return "\n".join(parts)
+        parts += ["", line(f"not running: {', '.join(dead)}", "red")]
+    return stack(*parts)
 
 
-def _node_table(nodes: Sequence[dict[str, Any]]) -> str:
+def _node_table(nodes: Sequence[dict[str, Any]]) -> Table:
     headers = ["node", "kind", "host", "endpoint", "incarnation", "lease", "arena", "disk", "pages", "sessions"]
     rows = [
         [
@@ -252,7 +246,7 @@ def _pages(node: dict[str, Any]) -> str:
     return f"{pages['staging']} staged ({pages['dirty']} dirty), {pages['disk']} on disk"
 
 
-def _keyspace_table(keyspaces: Sequence[dict[str, Any]]) -> str:
+def _keyspace_table(keyspaces: Sequence[dict[str, Any]]) -> Table:
     rows = [
         [
             keyspace["name"],

@@ -30,7 +30,7 @@ STOP_ORDER = ("agent", "pagestore", "index", "redis")
 
 
 class Supervisor:
-    """The running cluster of one `kvpool up`. Use it from the main thread: see Child."""
+    """The running cluster of one `kvpool cluster up`. Use it from the main thread: see Child."""
 
     def __init__(self, options: ClusterOptions, should_stop: Callable[[], bool], say: Callable[[str], None]) -> None:
         self._options, self._should_stop, self._say = options, should_stop, say
@@ -119,7 +119,7 @@ class Supervisor:
 
 
 def end_leftovers(state: ClusterState) -> list[str]:
-    """End what a killed `kvpool up` has left behind; returns the names. The pids are checked by start time.
+    """End what a killed `kvpool cluster up` has left behind; returns the names. The pids are checked by start time.
 
     The kernel has told them to drain when their parent died, and a second signal would only cut that off. Those that
     are not done soon are killed, which the services are made for.

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.gpuagent_control import AgentControl
 from kvpool.client.index import IndexClient, NamedKeyspace
 from kvpool.client.pagestore_control import PageStoreControl
-from kvpool.client.tls import TLS_VARIABLES, TlsCredentials, tls_from_environment
+from kvpool.client.tls import TlsCredentials, tls_from_environment
 from kvpool.client.transfer import PageTransferClient
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
-from kvpool_cli.output import CommandFailed
-from kvpool_cli.state import ClusterState, read_state
+from kvpool_cli.errors import CommandFailed
+from kvpool_cli.state import DEFAULT_STATE_DIR, ClusterState, read_state
 
 ResultT = TypeVar("ResultT")
 
 CALL_TIMEOUT_S = 3.0  # a person waits
-_TLS_HELP = {
-    "tls_ca_file": "CA bundle that the services' certificates come from; without it commands speak in the clear",
-    "tls_cert_file": "certificate of this client, for services that demand one",
-    "tls_key_file": "its private key",
-    "tls_server_name": "name that the services' certificates have, instead of the host called",
-}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """The values of the options that every command has. index: empty for the cluster of the state directory."""
+
+    state_dir: Path = DEFAULT_STATE_DIR
+    index: str = ""
+    json: bool = False
+    tls: Mapping[str, str] = field(default_factory=dict)
+    argv: Sequence[str] = ()  # the whole command line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,44 +46,22 @@ class Target:
     tls: TlsCredentials | None = None
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-    """Declare --index and the --tls flags."""
-    parser.add_argument(
-        "--index",
-        default="",
-        metavar="HOST:PORT",
-        help="an index of the cluster, or several, comma separated (default: the state directory's)",
-    )
-    add_tls(parser)
+def find_tls(common: Common) -> TlsCredentials | None:
+    """What the options or the environment say. Raises InvalidRequest."""
+    return tls_from_environment(os.environ, common.tls)
 
 
-def add_tls(parser: argparse.ArgumentParser) -> None:
-    """Declare --tls-ca-file and its like."""
-    for name, variable in TLS_VARIABLES.items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(
-            flag,
-            default="",
-            metavar="NAME" if name == "tls_server_name" else "FILE",
-            help=f"{_TLS_HELP[name]} (env {variable})",
-        )
-
-
-def find_tls(arguments: argparse.Namespace) -> TlsCredentials | None:
-    """What the flags or the environment say. Raises InvalidRequest."""
-    return tls_from_environment(os.environ, {name: getattr(arguments, name, "") for name in TLS_VARIABLES})
-
-
-def find_target(arguments: argparse.Namespace) -> Target:
+def find_target(common: Common) -> Target:
     """The cluster that --index or the state directory names. Raises CommandFailed if there is none."""
-    tls = find_tls(arguments)
-    if arguments.index:
-        return Target(index_endpoint=arguments.index, state=None, tls=tls)
-    state = read_state(arguments.state_dir)
+    tls = find_tls(common)
+    if common.index:
+        return Target(index_endpoint=common.index, state=None, tls=tls)
+    state = read_state(common.state_dir)
     endpoints = [process.endpoints.get("endpoint", "") for process in state.of_role("index")] if state else []
     if state is None or not endpoints or not endpoints[0]:
         raise CommandFailed(
-            f"no cluster runs in {arguments.state_dir}; start one with `kvpool up`, or name one by --index HOST:PORT"
+            f"no cluster runs in {common.state_dir}; "
+            "start one with `kvpool cluster up`, or name one by --index HOST:PORT"
         )
     return Target(index_endpoint=endpoints[0], state=state, tls=tls)
 
@@ -138,15 +121,18 @@ def open_transfer(target: Target, endpoint: str) -> PageTransferClient:
 
 
 async def on_every_pagestore(
-    target: Target, keyspace_name: str, call: Callable[[PageStoreControl, bytes], Awaitable[ResultT]]
+    target: Target,
+    keyspace_name: str,
+    call: Callable[[PageStoreControl, bytes], Awaitable[ResultT]],
+    node_name: str = "",
 ) -> list[tuple[LiveNode, ResultT | KvPoolError]]:
-    """Call all live pagestores at once with the id of the keyspace (empty for no name); per node its answer or error.
+    """Call all live pagestores, or the one of that name, at once with the id of the keyspace (empty for no name).
 
-    Raises CommandFailed if there is no pagestore or no such keyspace.
+    Returns per node its answer or error. Raises CommandFailed if there is no pagestore or no such keyspace.
     """
     async with open_index(target) as index:
         keyspace = (await keyspace_of_name(index, keyspace_name)).keyspace if keyspace_name else b""
-        nodes = await live_pagestores(index)
+        nodes = await live_pagestores(index, node_name)
     return await on_pagestores(target, nodes, lambda control: call(control, keyspace))
 
 
@@ -159,7 +145,7 @@ async def live_pagestores(index: IndexClient, name: str = "") -> list[LiveNode]:
     if not name and nodes:
         return nodes
     if not nodes:
-        raise CommandFailed("no pagestore is registered at the index; see `kvpool status`")
+        raise CommandFailed("no pagestore is registered at the index; see `kvpool cluster status`")
     exact = [node for node in nodes if name in (node.info.endpoint, node.info.host_id, node.info.node_id.hex())]
     found = exact or [node for node in nodes if node.info.node_id.hex().startswith(name.lower())]
     if len(found) == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import queue
@@ -11,14 +10,20 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from typing import Any
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
 
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore_control import ListedChunk, PageStoreControl
 from kvpool.core.cluster import NodeKind
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
-from kvpool_cli.output import EXIT_OK, CommandFailed, print_json, show
-from kvpool_cli.targets import Target, add_target, find_target, on_pagestores, open_index, run
+from kvpool_cli import top_screen
+from kvpool_cli.errors import EXIT_OK, CommandFailed, UsageFailed
+from kvpool_cli.options import duration_option
+from kvpool_cli.output import line, print_json, show, stack
+from kvpool_cli.targets import Common, Target, find_target, on_pagestores, open_index, run
 from kvpool_cli.top_metrics import fetch_all
 from kvpool_cli.top_render import SORTS, render
 from kvpool_cli.top_view import Look, NodeLook, View, view
@@ -27,45 +32,41 @@ _HOT_CHUNKS = 256  # asked of each pagestore
 _HOT_TIMEOUT_S = 2.0
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool top`."""
-    parser.description = (
-        "Show again and again what the cluster does: tiers, bandwidth, hits, hosts, and the chains that are read most. "
-        "Keys: q quits, s sorts by the next column, arrows and page keys scroll. Figures come from the index, from the "
-        "nodes' /metrics as far as they can be reached from here, and from pagestores' lists of what is read."
-    )
-    add_target(parser)
-    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks (default 2)")
-    parser.add_argument(
-        "--sort", choices=SORTS, default="state", help="order of hosts (default state: those in trouble first)"
-    )
-    parser.add_argument("--once", action="store_true", help="two looks, one print, no terminal needed")
-    parser.add_argument("--json", action="store_true", help="with --once: a document for programs")
-    parser.set_defaults(run=run_top)
+class Sort(StrEnum):
+    """Orders of hosts."""
+
+    STATE, NAME, READ, WRITE, STAGING, EVICTED = SORTS
 
 
-def run_top(arguments: argparse.Namespace) -> int:
-    """Show it until q is pressed. Raises CommandFailed where there is no terminal and --once was not given."""
-    if not 0.2 <= arguments.interval <= 3600:
-        raise CommandFailed(f"--interval must be 0.2 to 3600 seconds, got {arguments.interval:g}")
-    target = find_target(arguments)
-    if arguments.json and not arguments.once:
-        raise CommandFailed("--json goes with --once; a program that wants more calls again")
-    if arguments.once:
-        seen = run(_once(target, arguments.interval))
-        if arguments.json:
+def top(
+    common: Common,
+    interval: Annotated[float, duration_option("--interval", "Between two looks (default 2s).")] = 2.0,
+    sort: Annotated[Sort, typer.Option(help="Order of hosts; state: those in trouble first.")] = Sort.STATE,
+    once: Annotated[bool, typer.Option("--once", help="Two looks, one print, no terminal needed.")] = False,
+) -> int:
+    """Show continuously what the cluster does: tiers, bandwidth, hits, hosts, hot chains.
+
+    Keys: q quits, s sorts by the next column, arrows and page keys scroll. Figures come from the index, from the
+    nodes' /metrics as far as they can be reached from here, and from pagestores' lists of what is read.
+    """
+    if not 0.2 <= interval <= 3600:
+        raise UsageFailed(f"--interval must be 200ms to 1h, got {interval:g}s")
+    if common.json and not once:
+        raise UsageFailed("--json goes with --once; a program that wants more calls again")
+    target = find_target(common)
+    if once:
+        seen = run(_once(target, interval))
+        if common.json:
             print_json(to_document(seen))
         else:
             columns = shutil.get_terminal_size((100, 24)).columns
-            lines = render(seen, columns=columns, lines=len(seen.hosts) + 60, sort=arguments.sort)
-            show("\n".join(line.text.rstrip() for line in lines))
+            lines = render(seen, columns=columns, lines=len(seen.hosts) + 60, sort=sort)
+            show(stack(*(line(each.text.rstrip(), each.style) for each in lines)))
         return EXIT_OK
     if not sys.stdout.isatty() or not sys.stdin.isatty():
-        raise CommandFailed("this is no terminal; give --once, or --once --json")
-    from kvpool_cli import top_screen
-
-    with Looking(target, arguments.interval) as looking:
-        top_screen.show(looking.next, arguments.sort)
+        raise UsageFailed("this is not a terminal; give --once, or --once --json")
+    with Looking(target, interval) as looking:
+        top_screen.show(looking.next, sort)
     return EXIT_OK
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from kvpool.core.addresses import check_metrics_url
 from kvpool.core.errors import InvalidRequest
 
@@ -25,29 +26,21 @@ FETCH_TIMEOUT_S = 2.0
 _SIZE_BYTES_MAX = 8 << 20
 _AT_ONCE = 128  # a host that is out of reach costs the whole timeout
 _PIECE_BYTES = 64 << 10
-_SAMPLE = re.compile(r"(kvpool_[a-z0-9_]+)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')
 
 Samples = Mapping[tuple[str, str], float]
 """By name (kvpool_ and what follows it cut to the service's own part) and the value of the one label, "" for none."""
 
 
 def samples_from_text(text: str) -> dict[tuple[str, str], float]:
-    """Samples of ours; a line that is none is passed over, buckets of histograms too."""
+    """Finite samples of ours, without the buckets of histograms. Raises ValueError for what is not the text format."""
     samples: dict[tuple[str, str], float] = {}
-    for line in text.splitlines():
-        found = _SAMPLE.fullmatch(line)
-        if found is None or found[1].endswith(("_bucket", "_created")):
-            continue
-        labels = _LABEL.findall(found[2] or "")
-        try:
-            value = float(found[3])
-        except ValueError:
-            continue
-        if not math.isfinite(value):
-            continue
-        key = (found[1], labels[0][1] if len(labels) == 1 else "")
-        samples[key] = samples.get(key, 0.0) + value
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.startswith("kvpool_") or sample.name.endswith(("_bucket", "_created")):
+                continue
+            if math.isfinite(sample.value):
+                label = next(iter(sample.labels.values())) if len(sample.labels) == 1 else ""
+                samples[sample.name, label] = samples.get((sample.name, label), 0.0) + sample.value
     return samples
 
 

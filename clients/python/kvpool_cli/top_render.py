@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool_cli.output import cut, pad, printable, size, text_width
+from rich.cells import cell_len, set_cell_size
+
+from kvpool_cli.output import printable
+from kvpool_cli.quantities import size
 from kvpool_cli.top_view import SOURCES, Figures, HostRow, HotChain, View, natural
 
 SORTS = ("state", "name", "read", "write", "staging", "evicted")
-PLAIN, HEAD, BAD, DIM = "plain", "head", "bad", "dim"
+PLAIN, HEAD, BAD, DIM = "", "bold", "reverse red", "dim"  # styles of rich
 _BAR_CHARS = 20
 _HOT_ROWS = 5  # in 24 lines; more where there is room
 _SMALLEST = (40, 10)  # columns and lines
@@ -22,6 +25,12 @@ class Line:
 
     text: str
     style: str = PLAIN
+
+    @classmethod
+    def cut(cls, text: str, columns: int, style: str = PLAIN) -> Line:
+        """The beginning that fits, without control characters."""
+        shown = printable(text)
+        return cls(shown if cell_len(shown) <= columns else set_cell_size(shown, columns), style)
 
 
 def render(
@@ -41,7 +50,7 @@ def render(
     hidden = len(hosts) - len(shown)
     drawn.append(Line(f"{hidden} more hosts: arrows and page keys scroll" if hidden else "", DIM))
     drawn += _hot_lines(view.hot[:hot_rows], columns)
-    return [Line(cut(printable(line.text), columns), line.style) for line in drawn[:lines]]
+    return [Line.cut(line.text, columns, line.style) for line in drawn[:lines]]
 
 
 def ordered(hosts: Sequence[HostRow], sort: str) -> list[HostRow]:
@@ -106,7 +115,7 @@ def _hits(total: Figures) -> str:
 
 def _host_lines(hosts: Sequence[HostRow], columns: int, sort: str) -> list[Line]:
     wide = columns >= 120
-    longest = max([4, *(text_width(row.host) for row in hosts)])
+    longest = max([4, *(cell_len(row.host) for row in hosts)])
     names = max(8, min(longest, columns - (110 if wide else 66)))
     titles = {
         "name": "HOST",
@@ -152,11 +161,11 @@ def _columns(name: str, name_chars: int, cells: Sequence[str], state: str) -> st
     shown = _short(name, name_chars)
     widths = (8, 5, 11, 11, 8, 11, 8, 10)  # the beginning of them on a narrow terminal
     figures = "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
-    return f"{pad(shown, name_chars)}{figures}  {state}"
+    return f"{set_cell_size(shown, name_chars)}{figures}  {state}"
 
 
 def _short(name: str, cells: int) -> str:
-    return name if text_width(name) <= cells else f"{cut(name, cells - 1)}~"
+    return name if cell_len(name) <= cells else f"{set_cell_size(name, cells - 1)}~"
 
 
 def _hot_lines(chains: Sequence[HotChain], columns: int) -> list[Line]:
@@ -165,7 +174,7 @@ def _hot_lines(chains: Sequence[HotChain], columns: int) -> list[Line]:
     lines = [Line(f"{'HOT CHAIN':<13}{'KEYSPACE':<20}{'CHUNKS':>12}{'PAGES/min':>11}  HOSTS", HEAD)]
     for chain in chains:
         last = chain.first_token_chunk + chain.chunk_count - 1
-        keyspace = pad(_short(chain.keyspace, 19), 20)
+        keyspace = set_cell_size(_short(chain.keyspace, 19), 20)
         hosts = ", ".join(chain.hosts)
         where = f"{chain.first_token_chunk}-{last}"
         lines.append(Line(f"{chain.head:<13}{keyspace}{where:>12}{chain.page_reads_per_minute:>11,.0f}  {hosts}"))

@@ -1,96 +1,112 @@
-"""The terminal of `kvpool top`: curses, which sends only what changed, so that nothing flickers over a slow line."""
+"""The terminal of `kvpool top`: drawn by rich, with keys that scroll and sort."""
 
 from __future__ import annotations
 
-import curses
 import os
+import select
+import sys
+import termios
 import time
-from collections.abc import Callable
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from kvpool_cli.output import CommandFailed, cut, printable
-from kvpool_cli.top_render import BAD, DIM, HEAD, PLAIN, SORTS, Line, render
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from kvpool_cli.errors import CommandFailed
+from kvpool_cli.top_render import BAD, SORTS, Line, render
 from kvpool_cli.top_view import View
 
-_KEY_WAIT_MS = 100
-_QUIT = {ord("q"), ord("Q"), 27}
+_KEY_WAIT_S = 0.1
+_QUIT = {"q", "Q", "\x1b"}
+_STEPS = {"\x1b[A": -1, "\x1b[B": 1, "\x1bOA": -1, "\x1bOB": 1}
+_PAGES = {"\x1b[5~": -1, "\x1b[6~": 1}
+_HOME = ("\x1b[H", "\x1bOH", "\x1b[1~")
 
 
 def show(next_view: Callable[[float], View | str | None], sort: str) -> None:
-    """Draw what `next_view` gives until q is pressed. Raises CommandFailed for a terminal that curses does not know."""
+    """Draw what `next_view` gives until q is pressed. Raises CommandFailed for a terminal that cannot be drawn on."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    if console.is_dumb_terminal:
+        raise CommandFailed(f"TERM is {os.environ.get('TERM', '')!r}; set TERM=xterm-256color, or give --once")
+    screen = _Screen(console, next_view, sort)
+    with _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
+        screen.run(live)
+
+
+@contextmanager
+def _keys() -> Iterator[None]:
+    """Keys are read one by one and not echoed."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
     try:
-        curses.setupterm()
-    except curses.error as error:
-        term = os.environ.get("TERM", "")
-        raise CommandFailed(f"TERM is {term!r}: {error}; set TERM=xterm-256color, or give --once") from error
-    curses.wrapper(lambda window: _Screen(window, next_view, sort).run())
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 class _Screen:
-    def __init__(self, window: curses.window, next_view: Callable[[float], View | str | None], sort: str) -> None:
-        self._window = window
+    def __init__(self, console: Console, next_view: Callable[[float], View | str | None], sort: str) -> None:
+        self._console = console
         self._next_view = next_view
         self._sort = sort
         self._view: View | None = None
-        self._trouble = "looking ..."
+        self._problem = "looking ..."
         self._first_host = 0
-        self._styles = {PLAIN: curses.A_NORMAL, HEAD: curses.A_BOLD, BAD: curses.A_REVERSE, DIM: curses.A_DIM}
 
-    def run(self) -> None:
-        curses.curs_set(0) if curses.tigetstr("civis") else None
-        self._window.timeout(_KEY_WAIT_MS)
-        self._draw()
+    def run(self, live: Live) -> None:
+        drawn_size = None
+        changed = True
         while True:
-            news = self._next_view(0.0) if self._view is not None else self._next_view(0.05)
+            if changed or drawn_size != self._console.size:
+                drawn_size = self._console.size
+                live.update(self._drawn(), refresh=True)
+            news = self._next_view(0.0)
             if isinstance(news, View):
-                self._view, self._trouble = news, ""
+                self._view, self._problem = news, ""
             elif news is not None:
-                self._trouble = news
-            key = self._window.getch()
+                self._problem = news
+            key = _read_key()
             if key in _QUIT:
                 return
-            if self._on_key(key) or news is not None:
-                self._draw()
+            changed = self._on_key(key) or news is not None
 
-    def _on_key(self, key: int) -> bool:
+    def _on_key(self, key: str) -> bool:
         """Whether it changed what is shown."""
-        lines, _ = self._window.getmaxyx()
-        steps = {
-            curses.KEY_DOWN: 1,
-            curses.KEY_UP: -1,
-            curses.KEY_NPAGE: lines // 2,
-            curses.KEY_PPAGE: -(lines // 2),
-            curses.KEY_HOME: -(1 << 30),
-        }
-        if key in steps:
+        steps = _STEPS.get(key, 0) + _PAGES.get(key, 0) * (self._console.height // 2)
+        if key in _HOME:
+            self._first_host = 0
+        elif steps:
             most = len(self._view.hosts) if self._view is not None else 0
-            self._first_host = max(0, min(most, self._first_host + steps[key]))
-        elif key == ord("s"):
+            self._first_host = max(0, min(most, self._first_host + steps))
+        elif key == "s":
             self._sort = SORTS[(SORTS.index(self._sort) + 1) % len(SORTS)]
-        elif key == curses.KEY_RESIZE:
-            curses.update_lines_cols()
-            self._window.clear()
         else:
             return False
         return True
 
-    def _draw(self) -> None:
-        lines, columns = self._window.getmaxyx()
+    def _drawn(self) -> Text:
+        columns, lines = self._console.size
         drawn: list[Line] = []
         if self._view is not None:
-            clock = time.strftime("%H:%M:%S")
             drawn = render(
                 self._view,
                 columns=columns,
-                lines=lines - bool(self._trouble),
+                lines=lines - bool(self._problem),
                 sort=self._sort,
                 first_host=self._first_host,
-                clock=clock,
+                clock=time.strftime("%H:%M:%S"),
             )
-        if self._trouble:
-            drawn.append(Line(cut(printable(self._trouble), columns), BAD))
-        self._window.erase()
-        for at, line in enumerate(drawn[:lines]):
-            # The last cell of the last line cannot be written without scrolling.
-            text = cut(line.text, columns - 1) if at == lines - 1 else line.text
-            self._window.addnstr(at, 0, text, columns, self._styles[line.style])
-        self._window.refresh()
+        if self._problem:
+            drawn.append(Line.cut(self._problem, columns, BAD))
+        return Text("\n", no_wrap=True, overflow="crop").join(Text(each.text, each.style) for each in drawn[:lines])
+
+
+def _read_key() -> str:
+    """A key, or the sequence of one; empty if none is pressed."""
+    if not select.select([sys.stdin], [], [], _KEY_WAIT_S)[0]:
+        return ""
+    return os.read(sys.stdin.fileno(), 16).decode(errors="replace")

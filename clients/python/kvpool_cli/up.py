@@ -1,93 +1,122 @@
-"""`kvpool up`: an embedded cluster on this machine, in the foreground or detached."""
+"""`kvpool cluster up`: an embedded cluster on this machine, in the foreground or detached."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
 
 from kvpool.core.errors import StartupFailed
 from kvpool_cli.child import READY_TIMEOUT_S
 from kvpool_cli.cluster import ClusterOptions, check_gpus, visible_gpus
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed
 from kvpool_cli.logs import last_lines, log_dir
-from kvpool_cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, fail, say, show, size, size_from_text, table
+from kvpool_cli.options import duration_option, size_option
+from kvpool_cli.output import fail, print_json, say, show, stack, table
 from kvpool_cli.state import ClusterState, StateLock, read_state, state_file
 from kvpool_cli.supervise import Supervisor, end_leftovers
+from kvpool_cli.targets import Common
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvpool up`."""
-    parser.description = "Start a cluster on this machine and print where it listens. Ctrl-C drains and ends it."
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(ClusterOptions)}
+class Device(StrEnum):
+    """Where engines keep their KV."""
 
-    def add(flag: str, text: str, kind: Callable[[str], object] = str, **more: Any) -> None:
-        default = defaults[flag.removeprefix("--").replace("-", "_")]
-        shown = size(default).replace(" ", "") if kind is size_from_text else default
-        parser.add_argument(
-            flag, type=kind, default=default, help=f"{text} (default {shown})" if shown else text, **more
-        )
-
-    add("--pagestores", "number of pagestores", int)
-    parser.add_argument(
-        "--agents",
-        type=int,
-        default=None,
-        help="number of agents (default: one per pagestore); with --device cuda one per GPU at most",
-    )
-    parser.add_argument("--detach", action="store_true", help="return once it serves; end it with `kvpool down`")
-    parser.add_argument("--redis", default="", metavar="URL", help="use this Redis; also env KVPOOL_REDIS_URL")
-    parser.add_argument("--memory-index", action="store_true", help="no Redis: the index keeps locations in its memory")
-    add("--arena-bytes", "staging memory of a pagestore", size_from_text, metavar="SIZE")
-    add("--disk-bytes", "disk tier of a pagestore", size_from_text, metavar="SIZE")
-    add("--host", "address to listen on")
-    add("--index-port", "port of the index; 0 takes a free one", int)
-    add("--lease-ttl-ms", "a dead node leaves matches within this", int)
-    add("--device", "where engines of the agents keep their KV", choices=("cpu", "cuda"))
-    add("--log-level", "how much the services log", choices=("debug", "info", "warning", "error"))
-    for flag, what in (("cert", "certificate chain"), ("key", "private key"), ("ca", "CA bundle")):
-        add(f"--tls-{flag}-file", f"{what} of all services, which then speak TLS; all three together", metavar="FILE")
-    add("--tls-client-auth", "whether callers need a certificate, with TLS", choices=("require", "none"))
-    parser.set_defaults(run=run_up)
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
-def run_up(arguments: argparse.Namespace) -> int:
-    """Start a cluster; in the foreground until it is told to end."""
+class LogLevel(StrEnum):
+    """How much services log."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class ClientAuth(StrEnum):
+    """Whether callers need a certificate."""
+
+    REQUIRE = "require"
+    NONE = "none"
+
+
+def up(
+    common: Common,
+    pagestores: Annotated[int, typer.Option(metavar="N", help="Number of pagestores.")] = 1,
+    agents: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Number of agents (default: one per pagestore); with --device cuda one per GPU at most."
+        ),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it serves; end it with `kvpool cluster down`.")
+    ] = False,
+    redis: Annotated[
+        str, typer.Option(metavar="URL", envvar="KVPOOL_REDIS_URL", help="Use this Redis instead of one of its own.")
+    ] = "",
+    memory_index: Annotated[
+        bool, typer.Option("--memory-index", help="No Redis: the index keeps locations in its memory.")
+    ] = False,
+    arena_bytes: Annotated[int, size_option("--arena-bytes", "Staging memory of a pagestore (default 1GiB).")] = 1
+    << 30,
+    disk_bytes: Annotated[int, size_option("--disk-bytes", "Disk tier of a pagestore (default 16GiB).")] = 16 << 30,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+    index_port: Annotated[int, typer.Option(metavar="PORT", help="Port of the index; 0 takes a free one.")] = 0,
+    lease_ttl: Annotated[
+        float, duration_option("--lease-ttl", "A dead node leaves matches within this (default 5s).")
+    ] = 5.0,
+    device: Annotated[Device, typer.Option(help="Where engines of the agents keep their KV.")] = Device.CPU,
+    log_level: Annotated[LogLevel, typer.Option(help="How much the services log.")] = LogLevel.INFO,
+    service_cert_file: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="Certificate chain of all services, which then use TLS; all three together."),
+    ] = "",
+    service_key_file: Annotated[str, typer.Option(metavar="FILE", help="Private key of all services.")] = "",
+    service_ca_file: Annotated[str, typer.Option(metavar="FILE", help="CA bundle of all services.")] = "",
+    service_client_auth: Annotated[
+        ClientAuth, typer.Option(help="Whether callers need a certificate, with TLS.")
+    ] = ClientAuth.REQUIRE,
+) -> int:
+    """Start a cluster on this machine and print where it listens. Ctrl-C drains and ends it."""
     options = ClusterOptions(
-        state_dir=arguments.state_dir,
-        pagestores=arguments.pagestores,
-        agents=arguments.pagestores if arguments.agents is None else arguments.agents,
-        host=arguments.host,
-        redis_url=arguments.redis or os.environ.get("KVPOOL_REDIS_URL", ""),
-        memory_index=arguments.memory_index,
-        arena_bytes=arguments.arena_bytes,
-        disk_bytes=arguments.disk_bytes,
-        index_port=arguments.index_port,
-        lease_ttl_ms=arguments.lease_ttl_ms,
-        device=arguments.device,
-        log_level=arguments.log_level,
-        tls_cert_file=arguments.tls_cert_file,
-        tls_key_file=arguments.tls_key_file,
-        tls_ca_file=arguments.tls_ca_file,
-        tls_client_auth=arguments.tls_client_auth,
+        state_dir=common.state_dir,
+        pagestores=pagestores,
+        agents=pagestores if agents is None else agents,
+        host=host,
+        redis_url=redis,
+        memory_index=memory_index,
+        arena_bytes=arena_bytes,
+        disk_bytes=disk_bytes,
+        index_port=index_port,
+        lease_ttl_ms=round(lease_ttl * 1e3),
+        device=str(device),
+        log_level=str(log_level),
+        tls_cert_file=service_cert_file,
+        tls_key_file=service_key_file,
+        tls_ca_file=service_ca_file,
+        tls_client_auth=str(service_client_auth),
     )
     check_gpus(options, visible_gpus)
-    if arguments.detach:
-        return _detach(arguments.state_dir, [argument for argument in arguments.argv if argument != "--detach"])
-    return _Foreground(options).run()
+    if detach:
+        return _detach(common)
+    return _Foreground(options, common).run()
 
 
 class _Foreground:
     """A cluster that lives as long as this process; the first signal drains it, a second one kills it."""
 
-    def __init__(self, options: ClusterOptions) -> None:
-        self._options = options
+    def __init__(self, options: ClusterOptions, common: Common) -> None:
+        self._options, self._common = options, common
         self._signal_count = 0
         self._supervisor: Supervisor | None = None
 
@@ -103,7 +132,7 @@ class _Foreground:
             clean_leftovers(self._options.state_dir)
             self._supervisor = Supervisor(self._options, lambda: self._signal_count > 0, say)
             state = self._supervisor.start()
-            show(f"{describe(state)}\n\nCtrl-C drains and ends the cluster.")
+            _print(self._common, state, "Ctrl-C drains and ends the cluster.")
             self._supervisor.watch()
         except StartupFailed:
             if not self._signal_count:
@@ -125,7 +154,7 @@ class _Foreground:
 
 
 def clean_leftovers(state_dir: Path) -> None:
-    """End what a killed `kvpool up` left; each service cleans its own files when it starts. Raises StartupFailed."""
+    """End what a killed `kvpool cluster up` left; services clean their own files. Raises StartupFailed."""
     state = read_state(state_dir)
     if state is not None:
         ended = end_leftovers(state)
@@ -134,7 +163,9 @@ def clean_leftovers(state_dir: Path) -> None:
         state_file(state_dir).unlink(missing_ok=True)
 
 
-def _detach(state_dir: Path, argv: list[str]) -> int:
+def _detach(common: Common) -> int:
+    state_dir = common.state_dir
+    argv = [word for word in common.argv if word not in ("--detach", "--json")]
     lock = StateLock(state_dir)
     lock.acquire()  # says at once, and in the foreground, that a cluster runs here already
     lock.release()
@@ -146,40 +177,49 @@ def _detach(state_dir: Path, argv: list[str]) -> int:
         raise StartupFailed(f"{log_path} cannot be written ({error.strerror}); choose another --state-dir") from error
     with log:
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "kvpool_cli.main", *argv],
+            [sys.executable, "-m", "kvpool_cli", *argv],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
     try:
-        return _await_detached(state_dir, supervisor, log_path)
+        return _await_detached(common, supervisor, log_path)
     except KeyboardInterrupt:
         supervisor.terminate()
         raise
 
 
-def _await_detached(state_dir: Path, supervisor: subprocess.Popen[bytes], log_path: Path) -> int:
+def _await_detached(common: Common, supervisor: subprocess.Popen[bytes], log_path: Path) -> int:
     deadline_s = time.monotonic() + READY_TIMEOUT_S * 3
     while time.monotonic() < deadline_s:
         if supervisor.poll() is not None:
             lines = last_lines(log_path, 1) or ["it ended at once"]
-            return fail(lines[-1].removeprefix("kvpool: "), code=supervisor.returncode or EXIT_FAILED)
-        state = read_state(state_dir)
+            message = lines[-1].removeprefix("kvpool: ")
+            return fail(message, code=supervisor.returncode or EXIT_FAILED, as_json=common.json)
+        state = read_state(common.state_dir)
         if state is not None and state.ready and state.supervisor_pid == supervisor.pid:
-            show(f"{describe(state)}\n\nEnd it with `kvpool down`.")
-            supervisor.returncode = 0  # it goes on without us: Popen must not warn that nobody waited for it
+            _print(common, state, "End it with `kvpool cluster down`.")
+            supervisor.returncode = 0  # it goes on without us: Popen must not warn that it was not waited for
             return EXIT_OK
         time.sleep(0.05)
     supervisor.terminate()
     raise CommandFailed(f"the cluster did not come up in time; see {log_path}")
 
 
-def describe(state: ClusterState) -> str:
+def _print(common: Common, state: ClusterState, advice: str) -> None:
+    if common.json:
+        print_json({"version": 1, **asdict(state)})
+        sys.stdout.flush()
+    else:
+        show(stack(describe(state), "", advice))
+
+
+def describe(state: ClusterState) -> RenderableType:
     """The store and the table of endpoints."""
     keys = ("endpoint", "bulk_endpoint", "socket", "metrics_url")
     rows = [
         [process.name, process.pid, *(process.endpoints.get(key) or "-" for key in keys)] for process in state.processes
     ]
     headers = ["process", "pid", "endpoint", "bulk", "socket", "metrics"]
-    return f"store: {state.store}\n\n{table(headers, rows, right=[1])}"
+    return stack(f"store: {state.store}", "", table(headers, rows, right=[1]))

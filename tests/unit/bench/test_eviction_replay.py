@@ -12,7 +12,7 @@ from bench.__main__ import main
 from bench.eviction_replay import POLICIES, Lru, belady, blocks_from_text, replay, replay_trace
 from bench.eviction_traces import SYNTHETIC
 from bench.request_trace import Trace
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 from kvpool_pagestore.core.eviction import EvictionPolicy
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 1}

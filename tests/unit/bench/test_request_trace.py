@@ -10,7 +10,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.request_trace import read_trace
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}
 

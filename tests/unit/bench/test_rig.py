@@ -9,7 +9,7 @@ import pytest
 from bench.rig.bare import BareStream, Buffer
 from bench.rig.machine import CopyBaseline, FileBaseline, drop_from_page_cache, random_bytes
 from bench.rig.results import Results
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 
 def test_a_case_is_the_median_beside_the_median_of_its_baseline(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_cli.main import main
+from kvpool_cli.main import run_command as main
 
 DESTRUCTIVE = [
-    ["clear"],
-    ["clear", "--keyspace", "llama"],
-    ["evict", "--keyspace", "llama", "--whole-keyspace"],
-    ["evict", "--keyspace", "llama", "TOKENS"],
+    ["cache", "clear"],
+    ["cache", "clear", "--keyspace", "llama"],
+    ["cache", "evict", "--keyspace", "llama", "--whole-keyspace"],
+    ["cache", "evict", "--keyspace", "llama", "TOKENS"],
 ]
 
 
@@ -30,7 +30,7 @@ def test_a_destructive_command_without_a_terminal_is_refused_before_anything_is_
     assert "--yes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [*([*one, "--yes"] for one in DESTRUCTIVE[:3]), ["clear", "--dry-run"]])
+@pytest.mark.parametrize("argv", [*([*one, "--yes"] for one in DESTRUCTIVE[:3]), ["cache", "clear", "--dry-run"]])
 def test_with_yes_or_as_a_dry_run_it_calls_the_cluster(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*argv, "--index", "127.0.0.1:1"]) == 1
     assert "the index at 127.0.0.1:1 does not answer" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`kvpool drain --json`: its document."""
+"""`kvpool node drain --json`: its document."""
 
 from kvpool.client.pagestore_control import DrainProgress
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad

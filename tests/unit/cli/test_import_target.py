@@ -229,4 +229,4 @@ async def test_a_cluster_that_takes_no_pages_is_told_of(monkeypatch: pytest.Monk
     monkeypatch.setattr(Index, "place", nowhere)
     placed, _, into, _ = await stored(monkeypatch, CHAIN[:2])
     assert placed == [Placed.FAILED, Placed.FAILED]
-    assert list(into.failures) == ["no node takes new pages; see `kvpool status`"]
+    assert list(into.failures) == ["no node takes new pages; see `kvpool cluster status`"]

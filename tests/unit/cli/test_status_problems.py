@@ -1,4 +1,4 @@
-"""What `kvpool status --check` calls wrong."""
+"""What `kvpool cluster status --check` calls wrong."""
 
 from __future__ import annotations
 

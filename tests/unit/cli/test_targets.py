@@ -11,7 +11,7 @@ import pytest
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreFault
 from kvpool_cli import targets
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 from kvpool_cli.targets import Target, client_config, live_pagestores, on_pagestores, said
 
 

@@ -85,8 +85,8 @@ def test_it_is_drawn_resized_sorted_and_left(terminal: Terminal) -> None:
     assert terminal.process.wait(DEADLINE_S) == 0
 
 
-def test_a_terminal_that_nobody_knows_is_refused_with_what_to_do() -> None:
-    terminal = Terminal("nonsense")
+def test_a_terminal_that_cannot_be_drawn_on_is_refused_with_what_to_do() -> None:
+    terminal = Terminal("dumb")
     assert terminal.shows(b"--once")
     assert terminal.process.wait(DEADLINE_S) == 1
     os.close(terminal.master)

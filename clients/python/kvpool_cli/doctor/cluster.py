@@ -26,11 +26,13 @@ _SKEW_S = 2.0  # the Date of an answer has whole seconds
 
 
 def examine_status(document: Mapping[str, Any]) -> Iterator[Finding]:
-    """What `kvpool status --check` would say, and versions."""
+    """What `kvpool cluster status --check` would say, and versions."""
     index = document["index"]
     for problem in document["problems"]:
         yield bad(
-            "cluster", problem, "`kvpool status` has the whole picture, `kvpool logs` or the node's log the cause"
+            "cluster",
+            problem,
+            "`kvpool cluster status` has the whole picture, `kvpool cluster logs` or the node's log the cause",
         )
     if not document["problems"]:
         yield well("cluster", f"{len(document['nodes'])} nodes, store {document['store']['kind']} reachable")

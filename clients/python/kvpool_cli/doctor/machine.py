@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvpool.client.host_memory import cgroup_limit_bytes, meminfo
 from kvpool_cli.doctor.finding import Finding, bad, skipped, warning, well
-from kvpool_cli.output import size
+from kvpool_cli.quantities import size
 
 _NOFILE_WANTED = 16_384  # a session holds a few descriptors for each peer and segment
 _NOFILE_LEAST = 1_024

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvpool_cli.doctor.clocks import lead_s
 from kvpool_cli.doctor.finding import Finding, bad, skipped, warning, well
-from kvpool_cli.output import size
+from kvpool_cli.quantities import size
 
 _TIMEOUT_S = 3.0
 _SLOW_S = 0.002

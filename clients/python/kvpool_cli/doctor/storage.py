@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvpool_cli.doctor.finding import Finding, bad, warning, well
-from kvpool_cli.output import size
+from kvpool_cli.quantities import size
 
 _BLOCK_BYTES = 4096
 

@@ -17,7 +17,7 @@ from bench.serve.content import IdVocabulary, Vocabulary, WordVocabulary
 from bench.serve.drive import Load, LoadPlan
 from bench.serve.record import Outcome, Recorder
 from bench.serve.workload import Conversation, Span, Turn
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 from tests.fixtures.virtual_time import run_virtually
 
 IDS = IdVocabulary(1, 100, 200)

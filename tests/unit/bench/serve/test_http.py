@@ -12,7 +12,7 @@ from aiohttp import web
 
 from bench.serve.api import Api, Chunk, RequestFailed, request_body
 from bench.serve.http import HttpServer, open_session
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 from tests.fixtures.openai_server import (
     DONE,
     Body,

@@ -12,7 +12,7 @@ import pytest
 from bench.serve.content import IdVocabulary, WordVocabulary
 from bench.serve.inputs import BlockTrace, ShareGpt, read_items
 from bench.serve.workload import Conversation, Span
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 IDS, WORDS = IdVocabulary(1, 100, 200), WordVocabulary(1)
 TALK = {

@@ -19,7 +19,7 @@ from bench.serve.plots import plots_of
 from bench.serve.record import Outcome, Recorder
 from bench.serve.results import About, Result, read_result, result_of, to_document
 from bench.serve.tables import render
-from kvpool_cli.output import CommandFailed
+from kvpool_cli.errors import CommandFailed
 
 HOSTILE = "<script>alert(1)</script> $x_{ & \"'"
 
