@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench, well = Bench(arguments.budget_s, state_dir), False
         try:
             bench.kvpool(
-                *("up", "--pagestores", "1", "--agents", "1", "--device", arguments.device, "--detach"),
+                *("cluster", "up", "--pagestores", "1", "--agents", "1", "--device", arguments.device, "--detach"),
                 *("--arena-bytes", str(arguments.arena_bytes), "--disk-bytes", str(2 * arguments.arena_bytes)),
             )
             loads = measure_loads(model, bench.agent, arguments)

@@ -119,9 +119,9 @@ def measure(payload_bytes: int, size_bytes: int, directory: Path) -> dict[str, A
         write_file(path, asyncio.run(_opened(endpoint, spec)), spec, chunk_count)
         index, megabytes = ("--index", endpoint), path.stat().st_size / 1e6
         copy_s = copied_s(path)
-        verify_s = seconds("import", str(path), "--verify-only")
-        import_s = seconds("import", str(path), *index)
-        export_s = seconds("export", str(directory / "again.kvpx"), "--keyspace", spec.model_id, *index)
+        verify_s = seconds("cache", "import", str(path), "--verify-only")
+        import_s = seconds("cache", "import", str(path), *index)
+        export_s = seconds("cache", "export", str(directory / "again.kvpx"), "--keyspace", spec.model_id, *index)
         lost_bytes = path.stat().st_size - (directory / "again.kvpx").stat().st_size
         assert not lost_bytes, f"{lost_bytes} bytes of {path.stat().st_size} did not come back"
     return {

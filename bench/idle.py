@@ -50,14 +50,14 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         kvpool = [sys.executable, "-m", "kvpool_cli", "--state-dir", directory]
-        subprocess.run([*kvpool, "up", "--detach"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*kvpool, "cluster", "up", "--detach"], check=True, stdout=subprocess.DEVNULL)
         try:
             state = read_state(Path(directory))
             assert state is not None, "`up --detach` leaves a state"
             time.sleep(arguments.settle)
             found = measure(state, arguments.seconds)
         finally:
-            subprocess.run([*kvpool, "down"], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([*kvpool, "cluster", "down"], check=True, stdout=subprocess.DEVNULL)
     cases = {
         f"idle memory, {name}": (mib, "MiB", float(MEMORY_LIMITS_MIB[role]))
         for name, role, mib, _ in found

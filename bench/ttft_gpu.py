@@ -81,7 +81,7 @@ class Bench:
             return
         self._ends_at_s = time.monotonic() + DOWN_TIMEOUT_S
         with suppress(subprocess.TimeoutExpired, SystemExit):
-            self.kvpool("down")
+            self.kvpool("cluster", "down")
         left = [process.pid for process in state.processes if process.alive()]
         for pid in ([state.supervisor_pid] if state.supervised() else []) + left:
             with suppress(ProcessLookupError):
@@ -99,7 +99,7 @@ def measure(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
     """By number of tokens."""
     threads = str(min(8, os.cpu_count() or 2))
     bench.kvpool(
-        *("up", "--pagestores", "1", "--agents", "1", "--device", arguments.device, "--detach"),
+        *("cluster", "up", "--pagestores", "1", "--agents", "1", "--device", arguments.device, "--detach"),
         *("--arena-bytes", str(arguments.arena_bytes), "--disk-bytes", str(2 * arguments.arena_bytes)),
         environment={"KVPOOL_GPUAGENT_COPY_THREADS": threads, "KVPOOL_PAGESTORE_VERIFY_THREADS": threads},
     )

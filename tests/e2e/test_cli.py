@@ -48,7 +48,7 @@ def test_every_service_has_metrics_where_the_table_says(cluster: Cluster) -> Non
 def test_a_second_up_is_refused(cluster: Cluster) -> None:
     lines = cluster.run("cluster", "up", code=2).splitlines()
     assert len(lines) == 1
-    assert "runs in" in lines[0] and "kvpool down" in lines[0]
+    assert "runs in" in lines[0] and "kvpool cluster down" in lines[0]
 
 
 def test_status_names_nodes_store_and_processes(cluster: Cluster) -> None:
@@ -98,8 +98,10 @@ def test_pages_are_matched_flushed_and_cleared(cluster: Cluster, tmp_path: Path)
     endpoint = next(
         node["endpoint"] for node in cluster.json("cluster", "status")["nodes"] if node["kind"] == "pagestore"
     )
-    assert "0 failed" in cluster.run("cache", "flush", "--node", endpoint)
-    cluster.run("cache", "flush", "--node", endpoint, "--keyspace", KEYSPACE_NAME, code=1)
+    assert [node["failed_pages"] for node in cluster.json("cache", "flush", "--node", endpoint)["nodes"]] == [0]
+    socket = f"unix:{cluster.state.of_role('pagestore')[0].endpoints['socket']}"
+    assert "0 failed" in cluster.run("cache", "flush", "--node", socket)
+    cluster.run("cache", "flush", "--node", socket, "--keyspace", KEYSPACE_NAME, code=2)
     node = next(node for node in cluster.json("cluster", "status")["nodes"] if node["kind"] == "pagestore")
     assert node["pages"]["dirty"] == 0
     assert node["pages"]["disk"] == node["pages"]["staging"] > 0
