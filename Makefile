@@ -106,8 +106,8 @@ demo: setup
 
 bench: setup
 	@mkdir -p .kvpool
-	$(RUN) -m kvpool.cli.main bench pages --json .kvpool/bench-pages.json $(BENCH_ARGS)
-	$(RUN) -m kvpool.cli.main bench match --json .kvpool/bench-match.json $(BENCH_ARGS)
+	$(RUN) -m bench pages --json .kvpool/bench-pages.json $(BENCH_ARGS)
+	$(RUN) -m bench match --json .kvpool/bench-match.json $(BENCH_ARGS)
 
 # From an empty build directory: setuptools would take files that have gone from an old one.
 .PHONY: dist

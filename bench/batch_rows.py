@@ -26,7 +26,6 @@ import torch
 from bench.ttft_gpu import Bench, state_directory
 from bench.ttft_model import SHAPES, build_model, prompt_of, synchronize
 from bench.waiting import until
-from kvpool.cli.output import size_from_text, table
 from kvpool.client.config import ClientConfig
 from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import block_memory
@@ -35,6 +34,8 @@ from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.transformers_batch import find_rows
 from kvpool.connectors.transformers_blocks import block_bytes, block_layout
 from kvpool.connectors.transformers_model import shared_model
+from kvpool_cli.output import as_text, table
+from kvpool_cli.quantities import size_from_text
 
 CHUNK_TOKENS = 256
 PASS_TOKENS = (1, 32, 64, 128, 256, 512, 1024)
@@ -143,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench, well = Bench(arguments.budget_s, state_dir), False
         try:
             bench.kvpool(
-                *("up", "--pagestores", "1", "--agents", "1", "--device", arguments.device, "--detach"),
+                *("cluster", "up", "--pagestores", "1", "--agents", "1", "--device", arguments.device, "--detach"),
                 *("--arena-bytes", str(arguments.arena_bytes), "--disk-bytes", str(2 * arguments.arena_bytes)),
             )
             loads = measure_loads(model, bench.agent, arguments)
@@ -152,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench.end(show_logs=not well)
     headers = ["rows", "one after another ms", "together ms", "ratio", "GB/s"]
     rows = [[count, *(f"{value:.2f}" for value in result.values())] for count, result in loads.items()]
-    print(table(headers, rows, right=range(len(headers))), flush=True)
+    print(as_text(table(headers, rows, right=range(len(headers)))), flush=True)
     print(f"a pass costs {passes['pass_ms']:.2f} ms, a token {passes['ms_per_token']:.4f} ms: ", end="")
     print(f"{passes['pass_tokens']:.0f} tokens; {passes['ms_by_tokens']}", flush=True)
     if arguments.json is not None:

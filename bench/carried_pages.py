@@ -1,4 +1,4 @@
-"""How fast are pages carried between clusters by a file: `kvpool export` and `kvpool import`, page by page size?
+"""How fast are pages carried between clusters by a file (`kvpool cache export` and `import`), by page size?
 
 For each size a file of random but true pages is made, verified (`import --verify-only`: reading, sums and digest, and
 no cluster), imported into a fresh cluster of one pagestore on this machine, and exported from it again. The baseline is
@@ -23,10 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench.rig.cluster import bench_cluster
 from kvpool import __version__
-from kvpool.cli.bench_cluster import bench_cluster
-from kvpool.cli.cluster import ClusterOptions
-from kvpool.cli.export_file import ExportWriter
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.chunks import ROOT_HASH, chunk_hashes, group_head_index
@@ -34,6 +32,8 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.export_format import Manifest, key_check
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
+from kvpool_cli.cluster import ClusterOptions
+from kvpool_cli.export_file import ExportWriter
 
 ROOTS = ("clients/python", "services/common", "services/index", "services/pagestore", "services/gpuagent", ".")
 CHUNK_TOKENS = 16
@@ -84,7 +84,7 @@ def write_file(path: Path, keyspace: OpenedKeyspace, spec: KeyspaceSpec, chunk_c
 def seconds(*arguments: str) -> float:
     """Wall time of one `kvpool` command."""
     started_s = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "kvpool.cli.main", *arguments], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "kvpool_cli", *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started_s
 
 
@@ -119,9 +119,9 @@ def measure(payload_bytes: int, size_bytes: int, directory: Path) -> dict[str, A
         write_file(path, asyncio.run(_opened(endpoint, spec)), spec, chunk_count)
         index, megabytes = ("--index", endpoint), path.stat().st_size / 1e6
         copy_s = copied_s(path)
-        verify_s = seconds("import", str(path), "--verify-only")
-        import_s = seconds("import", str(path), *index)
-        export_s = seconds("export", str(directory / "again.kvpx"), "--keyspace", spec.model_id, *index)
+        verify_s = seconds("cache", "import", str(path), "--verify-only")
+        import_s = seconds("cache", "import", str(path), *index)
+        export_s = seconds("cache", "export", str(directory / "again.kvpx"), "--keyspace", spec.model_id, *index)
         lost_bytes = path.stat().st_size - (directory / "again.kvpx").stat().st_size
         assert not lost_bytes, f"{lost_bytes} bytes of {path.stat().st_size} did not come back"
     return {

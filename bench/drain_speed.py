@@ -19,10 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpool.cli.bench_cluster import bench_cluster
-from kvpool.cli.bench_engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
-from kvpool.cli.bench_session import PAGE_BYTES, PAYLOAD_BYTES
-from kvpool.cli.cluster import ClusterOptions
+from bench.rig.cluster import bench_cluster
+from bench.rig.engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
+from bench.rig.session import PAGE_BYTES, PAYLOAD_BYTES
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.page_items import AcquireItem
@@ -33,6 +32,7 @@ from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey, seal
+from kvpool_cli.cluster import ClusterOptions
 
 WINDOW_PAGES = 16
 PAUSE_S = 0.002

@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpool.cli.bench_cluster import bench_cluster
-from kvpool.cli.cluster import ClusterOptions
+from bench.rig.cluster import bench_cluster
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.store_config import StoreConfig
 from kvpool.client.store_sync import StorePages
 from kvpool.connectors.lmcache_objects import ObjectBatch, ObjectNames, layout_of_object
 from kvpool.connectors.sglang import HiCacheCalls
+from kvpool_cli.cluster import ClusterOptions
 from tests.fixtures.host_pools import MhaPool, StorageConfig
 
 BATCH_BYTES, PAGE_TOKENS, LAYERS, HEADS = 64 << 20, 64, 32, 8

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.eviction_replay import BELADY, DEFAULT, GDSF, LRU, POLICIES, replay_trace
 from bench.eviction_traces import SYNTHETIC, Requests
-from kvpool.cli.replay_trace import Trace, read_trace
+from bench.request_trace import Trace, read_trace
 
 SHARES = (0.01, 0.02, 0.05, 0.10, 0.25, 0.50)
 MOST_BELOW_LRU = 0.002

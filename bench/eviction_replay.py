@@ -1,15 +1,14 @@
 """What would a cache hit, by eviction policy and capacity?
 
 Replays a trace of prefix requests against the pagestore's policy, LRU, or Belady's optimum, which knows the future.
-Keys are numbers of blocks. `kvpool replay TRACE` runs this in a source checkout.
+Keys are numbers of blocks.
 
-Run: python -m bench.eviction_replay TRACE --capacity 5% [--policy gdsf|lru|belady] [--json FILE]
+Run: python -m bench replay TRACE --capacity 5% [--policy gdsf|lru|belady] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,9 +16,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
-from kvpool.cli.output import CommandFailed, size_from_text
-from kvpool.cli.replay import write_result
-from kvpool.cli.replay_trace import Trace, read_trace
+from bench.request_trace import Trace, read_trace
+from bench.rig.results import write_result
+from kvpool_cli.errors import CommandFailed
+from kvpool_cli.quantities import size_from_text
 from kvpool_pagestore.core.eviction import EvictionPolicy
 
 GDSF, LRU, BELADY = POLICIES = ("gdsf", "lru", "belady")
@@ -206,27 +206,25 @@ def render(replayed: Replayed) -> str:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Replay and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace")
-    parser.add_argument("--policy", choices=POLICIES, default=DEFAULT)
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("trace", metavar="TRACE", help="JSON lines with hash_ids; - is stdin")
+    parser.add_argument(
+        "--policy", choices=POLICIES, default=DEFAULT, help="gdsf is the pagestore's, belady knows the future"
+    )
     parser.add_argument("--capacity", required=True, help="blocks (5000), a share of the different ones (5%%) or 64GiB")
-    parser.add_argument("--block-bytes", type=size_from_text, default=0)
+    parser.add_argument("--block-bytes", type=size_from_text, default=0, help="of one block: for a capacity in bytes")
     parser.add_argument("--limit", type=int, default=0, help="only the first requests; 0: all")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout")
-    arguments = parser.parse_args(argv)
-    try:
-        trace = read_trace(arguments.trace, arguments.limit)
-        unique_blocks = trace.unique_blocks
-        capacity = blocks_from_text(arguments.capacity, unique_blocks, arguments.block_bytes)
-        replayed = replay_trace(trace, arguments.policy, capacity, unique_blocks)
-        write_result(replayed.to_document(), arguments.json, render(replayed))
-    except CommandFailed as error:
-        print(error, file=sys.stderr)
-        return 1
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replay and print. Raises CommandFailed."""
+    if arguments.block_bytes < 0 or arguments.limit < 0:
+        raise CommandFailed("--block-bytes and --limit must be >= 0")
+    trace = read_trace(arguments.trace, arguments.limit)
+    unique_blocks = trace.unique_blocks
+    capacity = blocks_from_text(arguments.capacity, unique_blocks, arguments.block_bytes)
+    replayed = replay_trace(trace, arguments.policy, capacity, unique_blocks)
+    write_result(replayed.to_document(), arguments.json, render(replayed))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What does a cluster of `kvpool up` cost that nobody uses?
+"""What does a cluster of `kvpool cluster up` cost that nobody uses?
 
 Starts one pagestore and one agent, lets them settle, and looks at every process for a while: resident memory
 (RssAnon + RssFile, so that the arena, which is shared memory and has a budget of its own, does not count) and processor
@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from bench.process_usage import cpu_s
-from kvpool.cli.output import table
-from kvpool.cli.state import ClusterState, read_state
+from kvpool_cli.output import as_text, table
+from kvpool_cli.state import ClusterState, read_state
 
 MEMORY_LIMITS_MIB = {"index": 100, "pagestore": 100, "agent": 450}
 CPU_LIMIT_PERCENT = 3.0
@@ -49,24 +49,26 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        kvpool = [sys.executable, "-m", "kvpool.cli.main", "--state-dir", directory]
-        subprocess.run([*kvpool, "up", "--detach"], check=True, stdout=subprocess.DEVNULL)
+        kvpool = [sys.executable, "-m", "kvpool_cli", "--state-dir", directory]
+        subprocess.run([*kvpool, "cluster", "up", "--detach"], check=True, stdout=subprocess.DEVNULL)
         try:
             state = read_state(Path(directory))
             assert state is not None, "`up --detach` leaves a state"
             time.sleep(arguments.settle)
             found = measure(state, arguments.seconds)
         finally:
-            subprocess.run([*kvpool, "down"], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([*kvpool, "cluster", "down"], check=True, stdout=subprocess.DEVNULL)
     cases = {
         f"idle memory, {name}": (mib, "MiB", float(MEMORY_LIMITS_MIB[role]))
         for name, role, mib, _ in found
         if role in MEMORY_LIMITS_MIB
     }
     cases["idle processor time, all"] = (sum(percent for *_, percent in found), "%", CPU_LIMIT_PERCENT)
-    print(table(["process", "MiB", "CPU %"], [[n, f"{m:.1f}", f"{c:.2f}"] for n, _, m, c in found], right=[1, 2]))
+    print(
+        as_text(table(["process", "MiB", "CPU %"], [[n, f"{m:.1f}", f"{c:.2f}"] for n, _, m, c in found], right=[1, 2]))
+    )
     rows = [[name, f"{v:.1f} {unit}", f"{most:g} {unit}", f"{v / most:.2f}"] for name, (v, unit, most) in cases.items()]
-    print("\n" + table(["case", "value", "at most", "ratio"], rows, right=[1, 2, 3]))
+    print("\n" + as_text(table(["case", "value", "at most", "ratio"], rows, right=[1, 2, 3])))
     if arguments.json:
         document = {
             name: {"value": round(v, 3), "unit": unit, "baseline": most, "ratio": round(v / most, 4)}

@@ -31,12 +31,9 @@ from typing import TypeAlias
 import grpc
 import numpy as np
 
-from kvpool.cli.bench_cluster import bench_cluster, endpoint_of
-from kvpool.cli.bench_engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
-from kvpool.cli.bench_session import METADATA, PAGE_BYTES, PAYLOAD_BYTES
-from kvpool.cli.cluster import ClusterOptions
-from kvpool.cli.output import table
-from kvpool.cli.state import ClusterState
+from bench.rig.cluster import bench_cluster, endpoint_of
+from bench.rig.engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
+from bench.rig.session import METADATA, PAGE_BYTES, PAYLOAD_BYTES
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.page_items import AcquireItem, ReserveItem
@@ -45,6 +42,9 @@ from kvpool.client.transfer import PageToWrite, PageTransferClient
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey, seal
+from kvpool_cli.cluster import ClusterOptions
+from kvpool_cli.output import as_text, table
+from kvpool_cli.state import ClusterState
 
 PAUSE_S = 0.002
 MATCH_CHUNKS = 128
@@ -289,7 +289,11 @@ def main() -> int:
     with bench_cluster(options) as (state, _):
         rows, said = asyncio.run(measure(state, arguments.seconds, Ahead(state) if arguments.ahead else None))
     columns = list(rows[0])
-    print(table(columns, [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]))
+    print(
+        as_text(
+            table(columns, [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows])
+        )
+    )
     print(said)
     if arguments.json:
         arguments.json.write_text(json.dumps({"rows": rows, "load": said}, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """How long until the first token, with the prefix's KV loaded from a pagestore's staging memory or computed anew?
 
-Starts a cluster of its own (`kvpool up`: Redis, index, one pagestore, one agent), has one engine process compute and
+Starts a cluster of its own (Redis, index, one pagestore, one agent), has one engine process compute and
 store prompts, and another one load them: match, load, verification and one step for the last token. Both are the
 transformers connector on a Llama with random weights; the model alone (sdpa) is the baseline. Also checked: the KV that
 arrives is the KV that was stored, bit for bit, and the first token is the one that the model alone gives.
@@ -23,8 +23,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.output import size_from_text, table
-from kvpool.cli.state import read_state
+from kvpool_cli.output import as_text, table
+from kvpool_cli.quantities import size_from_text
+from kvpool_cli.state import read_state
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOWN_TIMEOUT_S = 20.0
@@ -60,7 +61,7 @@ class Bench:
 
     def kvpool(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
         """A kvpool command on our cluster."""
-        self.run("kvpool.cli.main", "--state-dir", str(self.state_dir), *arguments, environment=environment)
+        self.run("kvpool_cli", "--state-dir", str(self.state_dir), *arguments, environment=environment)
 
     @property
     def agent(self) -> str:
@@ -80,7 +81,7 @@ class Bench:
             return
         self._ends_at_s = time.monotonic() + DOWN_TIMEOUT_S
         with suppress(subprocess.TimeoutExpired, SystemExit):
-            self.kvpool("down")
+            self.kvpool("cluster", "down")
         left = [process.pid for process in state.processes if process.alive()]
         for pid in ([state.supervisor_pid] if state.supervised() else []) + left:
             with suppress(ProcessLookupError):
@@ -98,7 +99,7 @@ def measure(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
     """By number of tokens."""
     threads = str(min(8, os.cpu_count() or 2))
     bench.kvpool(
-        *("up", "--pagestores", "1", "--agents", "1", "--device", arguments.device, "--detach"),
+        *("cluster", "up", "--pagestores", "1", "--agents", "1", "--device", arguments.device, "--detach"),
         *("--arena-bytes", str(arguments.arena_bytes), "--disk-bytes", str(2 * arguments.arena_bytes)),
         environment={"KVPOOL_GPUAGENT_COPY_THREADS": threads, "KVPOOL_PAGESTORE_VERIFY_THREADS": threads},
     )
@@ -134,7 +135,7 @@ def render(results: dict[str, Any]) -> str:
             ]
         )
     headers = ["tokens", "recomputed ms", "loaded ms", "ratio", "load GB/s", *COLUMNS, "sum", "token/KV/logits equal"]
-    return table(headers, rows, right=range(len(headers) - 1))
+    return as_text(table(headers, rows, right=range(len(headers) - 1)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

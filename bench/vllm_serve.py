@@ -1,6 +1,6 @@
 """What do users of vLLM's own OpenAI server see with and without kvpool, under one load of conversations?
 
-vLLM's CPU build serves a Llama with random weights (float32), one thread; `kvpool bench serve` puts one seeded load
+vLLM's CPU build serves a Llama with random weights (float32), one thread; `python -m bench serve` puts one seeded load
 on a server without kvpool, on one with an empty pool, and on one that was started anew and finds what the one before it
 had stored. Each server is a fresh process, so its own prefix cache is cold.
 
@@ -104,7 +104,7 @@ def measure(url: str, name: str, out: Path, requests: int, metrics: list[str]) -
     more = [part for address in metrics for part in ("--metrics", address)]
     subprocess.run(
         [
-            *(sys.executable, "-m", "kvpool.cli.main", "bench", "serve", "--base-url", url, *LOAD, *more),
+            *(sys.executable, "-m", "bench", "serve", "--base-url", url, *LOAD, *more),
             *("--requests", str(requests), "--name", name, "--json", str(out / f"{name}.json")),
         ],
         check=True,
@@ -126,7 +126,7 @@ def main() -> None:
         model.mkdir()
         make_model(model, layers=arguments.layers, width=arguments.width, heads=8, kv_heads=8)
         cluster = Cluster(Path(directory) / "cluster")
-        cluster.run("up", "--detach", "--arena-bytes", "2GiB", "--disk-bytes", "4GiB")
+        cluster.run("cluster", "up", "--detach", "--arena-bytes", "2GiB", "--disk-bytes", "4GiB")
         try:
             agent = agent_of(cluster)
             metrics = [one.endpoints["metrics_url"] for one in cluster.state.of_role("agent")]
@@ -139,9 +139,9 @@ def main() -> None:
                 with server(model, of_agent, out / f"{name}.log") as url:
                     measure(url, name, out, arguments.requests, of_metrics)
         finally:
-            cluster.run("down")
+            cluster.run("cluster", "down")
     files = [str(out / f"{name}.json") for name, _, _ in runs]
-    command: list[Any] = [sys.executable, "-m", "kvpool.cli.main", "bench", "serve-report", *files]
+    command: list[Any] = [sys.executable, "-m", "bench", "serve-report", *files]
     subprocess.run([*command, "--html", str(out / "report.html")], check=True)
 
 

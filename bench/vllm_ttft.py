@@ -152,12 +152,12 @@ def main() -> None:
         model.mkdir()
         make_model(model, layers=arguments.layers, width=arguments.width, heads=8, kv_heads=8)
         cluster = Cluster(Path(directory) / "cluster")
-        cluster.run("up", "--detach", "--arena-bytes", "2GiB", "--disk-bytes", "4GiB")
+        cluster.run("cluster", "up", "--detach", "--arena-bytes", "2GiB", "--disk-bytes", "4GiB")
         try:
             with Engines(model) as engines:
                 cases = SECTIONS[arguments.section](engines, cluster, arguments.rounds)
         finally:
-            cluster.run("down")
+            cluster.run("cluster", "down")
     document = {"date": datetime.now(UTC).date().isoformat(), "cases": cases}
     print(json.dumps(document, indent=2))
     if arguments.json is not None:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpool.cli.logs import last_lines, log_dir
-from kvpool.cli.state import ClusterState, StateLock, read_state, start_ticks
 from kvpool.core.errors import StartupFailed
+from kvpool_cli.logs import last_lines, log_dir
+from kvpool_cli.state import ClusterState, StateLock, read_state, start_ticks
 
 KEYSPACE_NAME = "demo"
 ARENA_BYTES = 384 << 20
@@ -55,7 +55,9 @@ class DemoCluster:
     def up(self) -> None:
         """Start it, on what it had before if it ran before. Raises CommandFailed."""
         sizes = ("--arena-bytes", str(ARENA_BYTES), "--disk-bytes", str(DISK_BYTES))
-        self._kvpool("up", "--pagestores", "2", "--agents", "2", "--device", self._device, "--detach", *sizes)
+        self._kvpool(
+            "cluster", "up", "--pagestores", "2", "--agents", "2", "--device", self._device, "--detach", *sizes
+        )
 
     def agent(self, number: int) -> str:
         """Endpoint of an agent."""
@@ -63,11 +65,13 @@ class DemoCluster:
 
     def flush(self) -> None:
         """Wait until every page is on disk. Raises CommandFailed."""
-        self._kvpool("flush")
+        self._kvpool("cache", "flush")
 
     def matched_tokens(self, keyspace: str, tokens: Sequence[int]) -> int:
         """Leading tokens of a prompt that the cluster can give. Raises CommandFailed."""
-        answer = json.loads(self._kvpool("match", "-", "--json", "--keyspace", keyspace, text=json.dumps(list(tokens))))
+        answer = json.loads(
+            self._kvpool("cache", "match", "-", "--json", "--keyspace", keyspace, text=json.dumps(list(tokens)))
+        )
         return int(answer["matched_chunks"]) * int(answer["chunk_tokens"])
 
     def kill(self) -> None:
@@ -100,11 +104,11 @@ class DemoCluster:
 
     def _end(self) -> None:
         try:
-            self._kvpool("down")
+            self._kvpool("cluster", "down")
         except (CommandFailed, subprocess.TimeoutExpired) as error:
             print(f"demo: the cluster is killed, because it did not end by itself: {error}", file=sys.stderr)
             self.kill()
-            self._kvpool("down")  # forgets it
+            self._kvpool("cluster", "down")  # forgets it
 
     def _is_locked(self) -> bool:
         lock = StateLock(self.directory)
@@ -134,7 +138,7 @@ class DemoCluster:
         return state
 
     def _kvpool(self, *arguments: str, text: str | None = None) -> str:
-        command = [sys.executable, "-m", "kvpool.cli.main", "--state-dir", str(self.directory), *arguments]
+        command = [sys.executable, "-m", "kvpool_cli", "--state-dir", str(self.directory), *arguments]
         # A session of its own: Ctrl-C reaches the demo alone, which then ends the command in its own order.
         process = subprocess.Popen(
             command,

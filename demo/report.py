@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.output import table
 from kvpool.client.request_stats import RequestStats
+from kvpool_cli.output import as_text, table
 
 PHASES = ("cold", "shared", "restart", "reference")
 HIT_PHASES = ("shared", "restart")  # these engines hold nothing of their own when they start
@@ -118,7 +118,7 @@ class DemoReport:
                 ]
             )
         headers = ["phase", *asdict(RequestStats()), "TTFT ms", "x cold", "tokens equal"]
-        return table(headers, rows, right=range(1, len(headers) - 1))
+        return as_text(table(headers, rows, right=range(1, len(headers) - 1)))
 
 
 def phase_from_document(name: str, document: dict[str, Any]) -> PhaseResult:

@@ -27,8 +27,8 @@ from demo.device import CHOICES, pick_device
 from demo.progress import Progress
 from demo.report import PHASES, DemoReport, PhaseResult, phase_from_document
 from demo.workload import load_workload
-from kvpool.cli.logs import log_dir
 from kvpool.core.errors import KvPoolError, StartupFailed
+from kvpool_cli.logs import log_dir
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULT_PATH = REPOSITORY / ".kvpool" / "demo.json"

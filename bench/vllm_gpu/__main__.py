@@ -2,7 +2,7 @@
 
 One phase: `python -m bench.vllm_gpu PHASE --kinds plain,kvpool --agent unix:SOCKET`. A list of phases, each in a
 process of its own, within a time: `python -m bench.vllm_gpu all --list quick --budget-s 540`; its cases go to
-OUT/vllm-gpu.json. Start `kvpool up --device cuda --arena-bytes 64GiB` first; see bench/README.md.
+OUT/vllm-gpu.json. Start `kvpool cluster up --device cuda --arena-bytes 64GiB` first; see bench/README.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LISTS = {
         Step("kills", "kills --kinds kvpool", 130),
         Step("press-simple", "press --kinds simple --salt 1", 50),
     ],
-    "transfers": [  # at link speed nothing reaches a disk: `kvpool up --disk-bytes 0`
+    "transfers": [  # at link speed nothing reaches a disk: `kvpool cluster up --disk-bytes 0`
         Step("layouts", "layouts --kinds plain", 40),
         Step("beside", "beside --kinds plain", 130),
     ],

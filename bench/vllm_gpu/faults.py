@@ -15,7 +15,7 @@ from bench.vllm_gpu.phases import Plan
 from bench.vllm_gpu.samples import Recorder
 
 VICTIMS = ("agent-0", "pagestore-0", "index-0", "redis")
-_BACK_S = 120.0  # `kvpool up` starts a process again at once, or up to 30 s after its last start
+_BACK_S = 120.0  # `kvpool cluster up` starts a process again at once, or up to 30 s after its last start
 _SPARE = 3  # kills for one that must hit a transfer
 _TRIES = 5  # rounds in which the engine orders nothing of what the kill waits for
 _PROMPTS = 12

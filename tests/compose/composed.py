@@ -110,11 +110,14 @@ class ComposedCluster:
 
     def engine_command(self, node: int, image: str, *options: str) -> tuple[str, ...]:
         """Runs a script, given on stdin, whose first argument is the agent of a node."""
+        # Images do not carry bench/, which is not shipped.
+        rig = f"{self._repository / 'bench'}:/checkout/bench:ro"
         # Not where the agent has it: engines mount it where they like.
         sockets = f"{self.project}_gpuagent-{node}-sockets:/run/agent-of-node"
         hardened = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--network", "none")
         return (
             *("docker", "run", "--rm", "--interactive", *hardened, *options, "--tmpfs", "/tmp:size=256m"),
+            *("--volume", rig, "--env", "PYTHONPATH=/checkout"),
             *("--volume", sockets, "--entrypoint", "python", image, "-", "unix:/run/agent-of-node/agent.sock"),
         )
 

@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 
-from kvpool.cli.bench_engine import BLOCKS_OF_16, BenchEngine
-from kvpool.cli.bench_machine import random_bytes
+from bench.rig.engine import BLOCKS_OF_16, BenchEngine
+from bench.rig.machine import random_bytes
 
 
 def main() -> None:

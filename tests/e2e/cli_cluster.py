@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.state import ClusterState, read_state
 from kvpool.client.engine_items import LoadResult
 from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.shared_memory import SharedMemoryRegion
@@ -20,6 +19,7 @@ from kvpool.client.sync import Pool
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.testing import eventually_sync
+from kvpool_cli.state import ClusterState, read_state
 from tests.fixtures.patience import LEASE_TTL_MS, PATIENCE_S, SERVICES_MS, patient
 
 PATIENT_COMMAND = Path(__file__).with_name("patient_command.py")
@@ -47,9 +47,9 @@ class Cluster:
         self.state_dir, self._patient = state_dir, patient_services
 
     def command(self, *arguments: str) -> list[str]:
-        if self._patient and arguments[0] == "up":
-            arguments = (*arguments, "--lease-ttl-ms", str(LEASE_TTL_MS))
-        return [sys.executable, "-m", "kvpool.cli.main", "--state-dir", str(self.state_dir), *arguments]
+        if self._patient and arguments[:2] == ("cluster", "up"):
+            arguments = (*arguments, "--lease-ttl", f"{LEASE_TTL_MS}ms")
+        return [sys.executable, "-m", "kvpool_cli", "--state-dir", str(self.state_dir), *arguments]
 
     @property
     def _environment(self) -> dict[str, str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from kvpool.cli import main, status, targets, top, top_metrics
+from kvpool_cli import main, status, targets, top, top_metrics
 
 PATIENCE_S = 60.0
 
 if __name__ == "__main__":
     targets.CALL_TIMEOUT_S = status.NODE_TIMEOUT_S = top_metrics.FETCH_TIMEOUT_S = top._HOT_TIMEOUT_S = PATIENCE_S
-    sys.exit(main.main())
+    sys.exit(main.run_command(sys.argv[1:]))

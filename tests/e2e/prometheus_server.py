@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvpool.cli.state import ClusterState
 from kvpool.testing import eventually_sync
+from kvpool_cli.state import ClusterState
 from tests.fixtures.redis_server import free_port
 
 _JOBS = {"index": "kvpool-index", "pagestore": "kvpool-pagestore", "agent": "kvpool-gpuagent"}

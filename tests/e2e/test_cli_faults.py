@@ -1,4 +1,4 @@
-"""`kvpool up` that is killed, interrupted, or asked for what cannot be."""
+"""`kvpool cluster up` that is killed, interrupted, or asked for what cannot be."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.state import state_file
 from kvpool.testing import eventually_sync
+from kvpool_cli.state import state_file
 from tests.e2e.cli_cluster import CHUNK_TOKENS, SMALL, TOKENS, Cluster
 
 pytestmark = pytest.mark.e2e
@@ -21,7 +21,7 @@ def test_interrupted_up_drains_and_a_killed_one_is_cleaned_up(tmp_path: Path) ->
     cluster = Cluster(tmp_path)
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps(TOKENS))
-    with cluster.start("up", *SMALL) as up:
+    with cluster.start("cluster", "up", *SMALL) as up:
         try:
             eventually_sync(lambda: state_file(tmp_path).exists() and cluster.state.ready)
             cluster.store(TOKENS)
@@ -36,28 +36,28 @@ def test_interrupted_up_drains_and_a_killed_one_is_cleaned_up(tmp_path: Path) ->
     assert not any(process.alive() for process in first.processes)
 
     # What was dirty is on disk; then only the supervisor is killed: the kernel tells the others.
-    cluster.run("up", "--detach", *SMALL)
+    cluster.run("cluster", "up", "--detach", *SMALL)
     second = cluster.state
     os.kill(second.supervisor_pid, signal.SIGKILL)
-    cluster.run("up", "--detach", *SMALL)
+    cluster.run("cluster", "up", "--detach", *SMALL)
     assert not any(process.alive() for process in second.processes)
 
     # Then all at once.
     cluster.kill_everything()
-    cluster.run("up", "--detach", *SMALL)
+    cluster.run("cluster", "up", "--detach", *SMALL)
     try:
         report, equal = cluster.load(TOKENS)
         assert report.loaded_chunks == report.tokens.disk // CHUNK_TOKENS == 4, report
         assert equal
         # The engine has opened the keyspace again, so that the store, which began empty, knows its name.
-        eventually_sync(lambda: cluster.json("match", str(tokens))["matched_chunks"] == 4)
+        eventually_sync(lambda: cluster.json("cache", "match", str(tokens))["matched_chunks"] == 4)
     finally:
-        cluster.run("down")
+        cluster.run("cluster", "down")
 
 
 def test_a_second_interrupt_ends_what_does_not_drain(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    with cluster.start("up", "--pagestores", "0", "--memory-index") as up:
+    with cluster.start("cluster", "up", "--pagestores", "0", "--memory-index") as up:
         try:
             eventually_sync(lambda: state_file(tmp_path).exists() and cluster.state.ready)
             (index,) = cluster.state.processes
@@ -74,7 +74,7 @@ def test_a_second_interrupt_ends_what_does_not_drain(tmp_path: Path) -> None:
 
 def test_what_dies_is_started_again_where_it_was(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    cluster.run("up", "--detach", "--pagestores", "0", "--memory-index")
+    cluster.run("cluster", "up", "--detach", "--pagestores", "0", "--memory-index")
     try:
         index = cluster.state.of_role("index")[0]
         os.kill(index.pid, signal.SIGKILL)
@@ -83,14 +83,16 @@ def test_what_dies_is_started_again_where_it_was(tmp_path: Path) -> None:
         assert again.endpoints == index.endpoints | {"pid": again.endpoints["pid"]}
         eventually_sync(lambda: _listens(index.endpoints["endpoint"]))
     finally:
-        cluster.run("down")
+        cluster.run("cluster", "down")
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for more in ((), ("--detach",)):
-            line = _one_line(Cluster(tmp_path).run("up", "--memory-index", "--index-port", str(port), *more, code=2))
+            line = _one_line(
+                Cluster(tmp_path).run("cluster", "up", "--memory-index", "--index-port", str(port), *more, code=2)
+            )
             assert "index-0" in line and str(port) in line and "in use" in line
 
 
@@ -99,13 +101,13 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path, below: s
     (tmp_path / "file").write_text("")
     directory = Path("/proc/kvpool") if below == "/proc" else tmp_path / "file" / "state"
     for more in ((), ("--detach",)):
-        line = _one_line(Cluster(directory).run("up", *more, code=2))
+        line = _one_line(Cluster(directory).run("cluster", "up", *more, code=2))
         assert str(directory) in line and "--state-dir" in line
 
 
 def test_an_arena_larger_than_memory_is_one_line(tmp_path: Path) -> None:
     size_bytes = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    line = _one_line(Cluster(tmp_path).run("up", "--memory-index", "--arena-bytes", str(size_bytes), code=2))
+    line = _one_line(Cluster(tmp_path).run("cluster", "up", "--memory-index", "--arena-bytes", str(size_bytes), code=2))
     assert "pagestore-0" in line and "--arena-bytes" in line
     assert not state_file(tmp_path).exists()
 

@@ -32,7 +32,7 @@ def test_every_panel_has_data(tmp_path: Path) -> None:
         if target["expr"] not in _OF_OTHERS
     }
     cluster = Cluster(tmp_path / "cluster")
-    cluster.run("up", "--detach", *SMALL)
+    cluster.run("cluster", "up", "--detach", *SMALL)
     try:
         with PrometheusServer(PROMETHEUS, tmp_path, targets_of(cluster.state)) as prometheus:
             waiting, rounds = set(expressions), itertools.count(1000, 1000)
@@ -51,4 +51,4 @@ def test_every_panel_has_data(tmp_path: Path) -> None:
             except AssertionError as error:
                 raise AssertionError(f"no data: {sorted(expressions[one] for one in waiting)}") from error
     finally:
-        cluster.run("down")
+        cluster.run("cluster", "down")

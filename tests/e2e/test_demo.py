@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from demo.tokenizer import TOKENIZER_PATH
-from kvpool.cli.state import ClusterState, read_state
 from kvpool.testing import eventually_sync
+from kvpool_cli.state import ClusterState, read_state
 from tests.unit.connectors.tiny_models import tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

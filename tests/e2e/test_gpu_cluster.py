@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool.cli.state import ProcessState
 from kvpool.client.engine_items import LoadResult
 from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.sync import Pool
@@ -24,6 +23,7 @@ from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerat
 from kvpool.connectors.transformers_blocks import block_layout
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.testing import eventually_sync
+from kvpool_cli.state import ProcessState
 from tests.e2e.cli_cluster import Cluster
 from tests.fixtures.patience import PATIENCE_S, patient
 from tests.unit.connectors.tiny_models import prompt, tiny_llama
@@ -106,10 +106,10 @@ def cluster(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     cluster = Cluster(tmp_path_factory.mktemp(f"cluster-{device}"))
     sizes = ("--arena-bytes", "128MiB", "--disk-bytes", "512MiB")
     try:
-        cluster.run("up", "--device", device, "--detach", *sizes)
+        cluster.run("cluster", "up", "--device", device, "--detach", *sizes)
         yield cluster
     finally:
-        cluster.run("down")
+        cluster.run("cluster", "down")
 
 
 def kill(cluster: Cluster, *roles: str) -> list[ProcessState]:
@@ -141,7 +141,7 @@ def test_bytes_survive_the_death_of_agent_and_pagestore(cluster: Cluster, device
         first.bytes.random_(0, 256)
         expected = first.bytes.cpu().clone()
         first.store()
-        cluster.run("flush")
+        cluster.run("cache", "flush")
         await_restart(cluster, kill(cluster, "agent", "pagestore"))
         # The engine that was there before: its session is opened again.
         first.bytes.zero_()

@@ -102,7 +102,7 @@ async def knows_nothing_current(session: EngineSession, chain: Prompt) -> None:
 
 async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_back(tmp_path: Path) -> None:
     cluster, model, input_ids = Cluster(tmp_path, patient_services=False), tiny_llama(), token_ids(4 * 16 + 3, seed=1)
-    cluster.run("up", "--detach", *SMALL)
+    cluster.run("cluster", "up", "--detach", *SMALL)
     try:
         with connect(cluster, model) as first:
             expected, _ = generate(first, input_ids)
@@ -146,4 +146,4 @@ async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_b
         engine.close()
         await index.close()
     finally:
-        cluster.run("down")
+        cluster.run("cluster", "down")

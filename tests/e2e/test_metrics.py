@@ -106,18 +106,20 @@ def asked_by_alerts() -> set[str]:
 
 def test_every_service_exports_its_work(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    cluster.run("up", "--detach", *SMALL)
+    cluster.run("cluster", "up", "--detach", *SMALL)
     try:
         before = eventually_sync(lambda: at_rest(cluster))
         cluster.store(TOKENS)
-        cluster.run("flush")
+        cluster.run("cache", "flush")
         report, equal = cluster.load(TOKENS)
         assert equal and report.tokens.staging == PAGES * CHUNK_TOKENS
         # The agent's replica of the index may have answered the load's match by itself.
-        assert f"{PAGES}" in cluster.run("match", "-", "--keyspace", KEYSPACE_NAME, text=" ".join(map(str, TOKENS)))
+        assert f"{PAGES}" in cluster.run(
+            "cache", "match", "-", "--keyspace", KEYSPACE_NAME, text=" ".join(map(str, TOKENS))
+        )
         after = eventually_sync(lambda: at_rest(cluster))
     finally:
-        cluster.run("down")
+        cluster.run("cluster", "down")
     exported = {name for samples in before.values() for name, _ in samples}
     assert asked_by_alerts() <= exported, "alerts that would never fire, or miss the first rise of a counter"
     for process, samples in MOVED.items():

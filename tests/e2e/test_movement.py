@@ -186,7 +186,7 @@ async def test_a_drain_under_load_loses_nothing(tmp_path: Path) -> None:
             return missed
 
         loading = asyncio.ensure_future(load())
-        argv = [sys.executable, "-m", "kvpool.cli.main", "drain", "store-0", "--index", cluster.endpoint, "--json"]
+        argv = [sys.executable, "-m", "kvpool_cli", "node", "drain", "store-0", "--index", cluster.endpoint, "--json"]
         drain = await asyncio.create_subprocess_exec(
             *argv, env=environment(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import redis
 
-from kvpool.cli.cluster import socket_dir
-from kvpool.cli.export_file import ExportWriter
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.chunks import ROOT_HASH, chunk_hashes, group_head_index
 from kvpool.core.cluster import PageMetadata
@@ -23,6 +21,8 @@ from kvpool.core.grid import shards_in
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 from kvpool.testing import eventually_sync
+from kvpool_cli.cluster import socket_dir
+from kvpool_cli.export_file import ExportWriter
 from tests.e2e.cli_cluster import CHUNK_TOKENS, KEYSPACE_NAME, SMALL, TOKENS, Cluster
 from tests.fixtures.patience import patient
 
@@ -39,18 +39,18 @@ TINY_TIERS = ("--arena-bytes", "16MiB", "--disk-bytes", "64MiB")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two pagestores that hold the chunks of TOKENS."""
     cluster = Cluster(tmp_path_factory.mktemp("old"))
-    cluster.run("up", "--detach", "--pagestores", "2", *SMALL)
+    cluster.run("cluster", "up", "--detach", "--pagestores", "2", *SMALL)
     try:
         cluster.store(TOKENS)
-        cluster.run("flush")
+        cluster.run("cache", "flush")
         yield cluster
     finally:
-        cluster.run("down")
+        cluster.run("cluster", "down")
 
 
 def matching(cluster: Cluster, tokens: str | Path, chunk_count: int) -> dict[str, Any]:
     """What a match tells when it finds just so many chunks; nothing while it does not."""
-    found = cluster.json("match", str(tokens))
+    found = cluster.json("cache", "match", str(tokens))
     return found if found["matched_chunks"] == chunk_count else {}
 
 
@@ -63,34 +63,34 @@ def tokens(tmp_path: Path) -> str:
 
 def test_prefixes_are_carried_to_a_fresh_cluster(old: Cluster, tokens: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.kvpx"
-    exported = old.json("export", str(path), "--keyspace", KEYSPACE_NAME)
+    exported = old.json("cache", "export", str(path), "--keyspace", KEYSPACE_NAME)
     assert exported["chunks"] == 4 and exported["missing_chunks"] == 0
-    of_tokens = old.json("export", str(tmp_path / "prefix.kvpx"), tokens)
+    of_tokens = old.json("cache", "export", str(tmp_path / "prefix.kvpx"), tokens)
     assert of_tokens["digest"] == exported["digest"], "the same chunks in the same order"
 
     fresh = Cluster(tmp_path / "fresh")
-    fresh.run("up", "--detach", *SMALL)
+    fresh.run("cluster", "up", "--detach", *SMALL)
     try:
         spoilt = bytearray(path.read_bytes())
         spoilt[len(spoilt) // 2] ^= 1
         (tmp_path / "spoilt.kvpx").write_bytes(spoilt)
-        assert "refused at byte" in fresh.run("import", str(tmp_path / "spoilt.kvpx"), code=1)
-        assert "known: none" in fresh.run("match", tokens, code=1), "nothing of it was used"
+        assert "refused at byte" in fresh.run("cache", "import", str(tmp_path / "spoilt.kvpx"), code=1)
+        assert "known: none" in fresh.run("cache", "match", tokens, code=1), "nothing of it was used"
 
-        imported = fresh.json("import", str(path), "--digest", exported["digest"])
+        imported = fresh.json("cache", "import", str(path), "--digest", exported["digest"])
         assert (imported["stored_chunks"], imported["failed_chunks"]) == (4, 0)
         found = eventually_sync(lambda: matching(fresh, tokens, 4))
         assert found["chunks"] == 4
         report, equal = fresh.load(TOKENS)
         assert report.loaded_chunks == 4 and equal
-        again = fresh.json("import", str(path))
+        again = fresh.json("cache", "import", str(path))
         assert (again["stored_chunks"], again["present_chunks"]) == (0, 4)
-        assert [node["failed_pages"] for node in fresh.json("flush")["nodes"]] == [0]
-        (store,) = [node for node in fresh.json("status")["nodes"] if node["kind"] == "pagestore"]
+        assert [node["failed_pages"] for node in fresh.json("cache", "flush")["nodes"]] == [0]
+        (store,) = [node for node in fresh.json("cluster", "status")["nodes"] if node["kind"] == "pagestore"]
         assert store["pages"]["disk"] == 4 and store["pages"]["dirty"] == 0
-        assert [node["pages"] for node in fresh.json("clear", "--yes")["nodes"]] == [4]
+        assert [node["pages"] for node in fresh.json("cache", "clear", "--yes")["nodes"]] == [4]
     finally:
-        fresh.run("down")
+        fresh.run("cluster", "down")
 
 
 def opened(cluster: Cluster, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
@@ -131,50 +131,50 @@ def test_pinned_chunks_outlive_a_storm_and_a_restart(tmp_path: Path) -> None:
     for name, sequence in (("prompt", prompt), ("other", other)):
         (tmp_path / f"{name}.json").write_text(json.dumps(sequence))
     cluster = Cluster(tmp_path / "cluster")
-    cluster.run("up", "--detach", "--agents", "0", *TINY_TIERS)
+    cluster.run("cluster", "up", "--detach", "--agents", "0", *TINY_TIERS)
     try:
         keyspace = opened(cluster, "large", LARGE)
         write_chain(tmp_path / "prompt.kvpx", keyspace, prompt)
         write_chain(tmp_path / "other.kvpx", keyspace, other)
-        cluster.run("import", str(tmp_path / "prompt.kvpx"))
-        pinned = cluster.json("pin", str(tmp_path / "prompt.json"), "--for", "1h")
+        cluster.run("cache", "import", str(tmp_path / "prompt.kvpx"))
+        pinned = cluster.json("cache", "pin", str(tmp_path / "prompt.json"), "--for", "1h")
         assert pinned["nodes"][0]["pages"] >= 8
-        (group,) = cluster.json("pin", "--list")["groups"]
+        (group,) = cluster.json("cache", "pins")["groups"]
         assert (group["keyspace"], group["first_chunk"], group["chunks"]) == ("large", 0, 8)
         # More than staging and disk hold: what is not pinned pushes itself out.
-        cluster.run("import", str(tmp_path / "other.kvpx"))
+        cluster.run("cache", "import", str(tmp_path / "other.kvpx"))
         eventually_sync(lambda: matching(cluster, tmp_path / "prompt.json", 8))
-        eventually_sync(lambda: cluster.json("match", str(tmp_path / "other.json"))["matched_chunks"] < 160)
-        cluster.run("down")
+        eventually_sync(lambda: cluster.json("cache", "match", str(tmp_path / "other.json"))["matched_chunks"] < 160)
+        cluster.run("cluster", "down")
 
-        cluster.run("up", "--detach", "--agents", "0", *TINY_TIERS)
+        cluster.run("cluster", "up", "--detach", "--agents", "0", *TINY_TIERS)
         opened(cluster, "large", LARGE)  # its own Redis keeps nothing: names come back with the first engine
         eventually_sync(lambda: matching(cluster, tmp_path / "prompt.json", 8))
-        kept = cluster.json("evict", str(tmp_path / "prompt.json"), "--yes")["nodes"][0]
+        kept = cluster.json("cache", "evict", str(tmp_path / "prompt.json"), "--yes")["nodes"][0]
         assert kept["evicted_pages"] == 0 and kept["pinned_pages"] == pinned["nodes"][0]["pages"]
-        cluster.run("unpin", str(tmp_path / "prompt.json"))
-        tail = ("evict", str(tmp_path / "prompt.json"), "--from-token", "128")
+        cluster.run("cache", "unpin", str(tmp_path / "prompt.json"))
+        tail = ("cache", "evict", str(tmp_path / "prompt.json"), "--from-token", "128")
         would = cluster.json(*tail, "--dry-run")["nodes"][0]
         assert cluster.json(*tail, "--dry-run")["nodes"][0] == would, "nothing has changed"
         gone = cluster.json(*tail, "--yes")["nodes"][0]
         assert gone["evicted_pages"] == would["would_evict_pages"] == pinned["nodes"][0]["pages"] * 6 // 8
         assert would["would_evict_chunks"] == 6 and would["would_free_disk_bytes"] > 0
         eventually_sync(lambda: matching(cluster, tmp_path / "prompt.json", 2))
-        cluster.run("evict", "--keyspace", "large", "--whole-keyspace", "--yes")
-        assert cluster.json("status")["nodes"][0]["pages"] == {"staging": 0, "dirty": 0, "disk": 0}
+        cluster.run("cache", "evict", "--keyspace", "large", "--whole-keyspace", "--yes")
+        assert cluster.json("cluster", "status")["nodes"][0]["pages"] == {"staging": 0, "dirty": 0, "disk": 0}
     finally:
-        cluster.run("down")
+        cluster.run("cluster", "down")
 
 
 def test_staging_is_freed_without_a_loss_on_one_node(old: Cluster, tokens: str) -> None:
     cluster = old
-    holder = cluster.json("match", tokens)["runs"][0]["nodes"][0]
-    outcome = cluster.json("evict", tokens, "--staging-only", "--node", holder)["nodes"]
+    holder = cluster.json("cache", "match", tokens)["runs"][0]["nodes"][0]
+    outcome = cluster.json("cache", "evict", tokens, "--staging-only", "--node", holder)["nodes"]
     assert len(outcome) == 1 and outcome[0]["undurable_pages"] == 0
     eventually_sync(lambda: matching(cluster, tokens, 4)["tokens_by_tier"]["disk"] == 4 * CHUNK_TOKENS)
     report, equal = cluster.load(TOKENS)
     assert report.loaded_chunks == 4 and equal
-    assert "no live pagestore" in cluster.run("evict", tokens, "--node", "nowhere", code=1)
+    assert "no live pagestore" in cluster.run("cache", "evict", tokens, "--node", "nowhere", "--yes", code=1)
 
 
 def test_top_shows_the_traffic(old: Cluster) -> None:
@@ -205,7 +205,7 @@ def test_top_shows_the_traffic(old: Cluster) -> None:
 
 
 def test_the_doctor_and_the_check_are_content_until_something_is_wrong(old: Cluster, tmp_path: Path) -> None:
-    assert old.run("status", "--check").startswith("ok: 2 pagestores, 2 agents")
+    assert old.run("cluster", "status", "--check").startswith("ok: 2 pagestores, 2 agents")
     well = {finding["subject"]: finding["level"] for finding in old.json("doctor")["findings"]}
     assert "bad" not in well.values(), well
     assert {well[subject] for subject in ("memory", "cluster", "reachable", "redis_policy", "pid_namespace")} == {"ok"}

@@ -102,9 +102,9 @@ async def share(cluster: SecureCluster, seed: int) -> None:
 def command(cluster: SecureCluster, *arguments: str, variables: Mapping[str, str] | None = None) -> tuple[int, str]:
     """A command of an operator: its exit code, and what it said."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
-    argv = [sys.executable, "-m", "kvpool.cli.main", arguments[0], "--index", cluster.services.index.ready["endpoint"]]
+    argv = [sys.executable, "-m", "kvpool_cli", "--index", cluster.services.index.ready["endpoint"]]
     done = subprocess.run(
-        [*argv, *arguments[1:]],
+        [*argv, *arguments],
         capture_output=True,
         text=True,
         timeout=60,

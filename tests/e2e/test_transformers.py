@@ -36,9 +36,9 @@ QUICK_START = Path(__file__).parents[2] / "docs" / "transformers.md"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two hosts, each a pagestore and an agent."""
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
-    cluster.run("up", "--pagestores", "2", "--detach", *SMALL)
+    cluster.run("cluster", "up", "--pagestores", "2", "--detach", *SMALL)
     yield cluster
-    cluster.run("down")
+    cluster.run("cluster", "down")
 
 
 @pytest.fixture(scope="module")

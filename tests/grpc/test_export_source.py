@@ -6,13 +6,13 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from kvpool.cli.export_source import ListedPlan, PageFetcher, PlannedChunk, batches
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.client.transfer import PageToWrite, PageTransferClient
 from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.errors import KvPoolError
 from kvpool.core.export_format import Manifest
 from kvpool.core.outcome import Admission
+from kvpool_cli.export_source import ListedPlan, PageFetcher, PlannedChunk, batches
 from tests.fixtures.pagestore import (
     GRID,
     KEYSPACES,

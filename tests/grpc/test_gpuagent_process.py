@@ -82,7 +82,7 @@ def test_a_data_directory_has_one_agent(tmp_path: Path) -> None:
 
 
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    """So that a killed `kvpool up` leaves no agent behind."""
+    """So that a killed `kvpool cluster up` leaves no agent behind."""
     ready = tmp_path / "ready.json"
     script = (
         "import os, subprocess, sys, time\n"

@@ -51,7 +51,7 @@ class Prod:
         return float(found[1])
 
     def pagestores(self) -> dict[str, str]:
-        """Lines of `kvpool status` by endpoint."""
+        """Lines of `kvpool cluster status` by endpoint."""
         lines = [line for line in self.command(*STATUS, *NAMED).splitlines() if " pagestore " in line]
         return {match[0]: line for line in lines if (match := re.search(r"kvpool-pagestore-\d+", line))}
 
@@ -106,7 +106,7 @@ def test_strangers_are_refused(prod: Prod) -> None:
             prod.command(*STATUS, *flags)
         print(flags[-1:], str(refused.value)[-300:])
         with pytest.raises(AssertionError):
-            prod.command("kvpool", "flush", "--timeout", "5", "--pagestore", ONE_PAGESTORE, *flags)
+            prod.command("kvpool", "cache", "flush", "--timeout", "5s", "--node", ONE_PAGESTORE, *flags)
     assert "3 pagestores" in prod.command(*STATUS, *NAMED)
 
 

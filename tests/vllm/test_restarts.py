@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from redis import Redis, RedisError
 
-from kvpool.cli.cluster import socket_dir
 from kvpool.testing import eventually_sync
+from kvpool_cli.cluster import socket_dir
 from tests.e2e.cli_cluster import Cluster
 from tests.vllm.engine import CHUNK, Engine, Engines, agent_of, prompt
 from tests.vllm.faults import pid_of

@@ -57,7 +57,7 @@ def watched(model_dir: Path, cluster: Cluster) -> Iterator[Watched]:
 
 def load(url: str, seed: int) -> None:
     """Some requests; the same ones for the same seed."""
-    command = [sys.executable, "-m", "kvpool.cli.main", "bench", "serve", "--base-url", url, *LOAD]
+    command = [sys.executable, "-m", "bench", "serve", "--base-url", url, *LOAD]
     done = subprocess.run(
         [*command, "--warmup", "0", "--requests", "12", "--seed", str(seed)],
         capture_output=True,

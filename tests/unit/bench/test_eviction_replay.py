@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.eviction_replay import POLICIES, Lru, belady, blocks_from_text, main, replay, replay_trace
+from bench.__main__ import main
+from bench.eviction_replay import POLICIES, Lru, belady, blocks_from_text, replay, replay_trace
 from bench.eviction_traces import SYNTHETIC
-from kvpool.cli.output import CommandFailed
-from kvpool.cli.replay_trace import Trace
+from bench.request_trace import Trace
+from kvpool_cli.errors import CommandFailed
 from kvpool_pagestore.core.eviction import EvictionPolicy
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 1}
@@ -51,7 +52,7 @@ def test_no_kind_of_traffic_hits_much_less_than_with_lru(name: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_result_as_json(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = trace_file(tmp_path, [1, 2, 3], [1, 2, 4], [1, 2, 3])
-    assert main([str(file), "--policy", policy, "--capacity", "100%", "--json", "-"]) == 0
+    assert main(["replay", str(file), "--policy", policy, "--capacity", "100%", "--json", "-"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["hits"] == 5 and document["hit_rate"] == 5 / 9 and document["policy"] == policy
     assert (document["requests"], document["block_references"], document["capacity_blocks"]) == (3, 9, 4)
@@ -61,19 +62,19 @@ def test_the_result_as_json(policy: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_a_small_cache_hits_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = trace_file(tmp_path, [1, 2], [3, 4], [1, 2])
     for policy, hits in (("lru", 0), ("belady", 2)):
-        assert main([str(file), "--policy", policy, "--capacity", "2", "--json", "-"]) == 0
+        assert main(["replay", str(file), "--policy", policy, "--capacity", "2", "--json", "-"]) == 0
         assert json.loads(capsys.readouterr().out)["hits"] == hits
 
 
 def test_people_get_lines_and_a_file_gets_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, result = trace_file(tmp_path, [1], [1]), tmp_path / "result.json"
-    assert main([str(file), "--capacity", "1", "--json", str(result)]) == 0
+    assert main(["replay", str(file), "--capacity", "1", "--json", str(result)]) == 0
     assert "prefix hit rate 0.5000 (1 of 2 blocks)" in capsys.readouterr().out
     assert json.loads(result.read_text())["hit_rate"] == 0.5
 
 
 def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "none"), "--capacity", "5"]) == 1
+    assert main(["replay", str(tmp_path / "none"), "--capacity", "5"]) == 1
     assert "cannot be read" in capsys.readouterr().err
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from kvpool.cli.export_file import ExportWriter
 from kvpool.core.chunks import ROOT_HASH, group_head_index
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.export_format import Manifest, key_check
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
+from kvpool_cli.export_file import ExportWriter
 
 HASH_KEY = b"k" * 32
 SPEC = KeyspaceSpec(model_id="tiny", model_revision="1", groups=(KvGroup(2, 2, 16),), dtype=Dtype.BF16, chunk_tokens=16)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import kvpool.cli.child
-from kvpool.cli.child import Child
-from kvpool.cli.cluster import ProcessPlan
-from kvpool.cli.state import start_ticks
+import kvpool_cli.child
 from kvpool.core.errors import StartupFailed
 from kvpool.testing import eventually_sync
+from kvpool_cli.child import Child
+from kvpool_cli.cluster import ProcessPlan
+from kvpool_cli.state import start_ticks
 from tests.fixtures.patience import PATIENCE_S
 
 SERVER = """
@@ -58,7 +58,7 @@ def test_a_restarted_process_is_told_the_ports_it_had(tmp_path: Path) -> None:
 
 
 def test_one_that_ends_at_once_is_named_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvpool.cli.child, "_BACKOFF_FIRST_S", PATIENCE_S)
+    monkeypatch.setattr(kvpool_cli.child, "_BACKOFF_FIRST_S", PATIENCE_S)
     with running(tmp_path, "import sys; sys.exit('kvpool-index: port 7 is in use')") as child:
         with pytest.raises(StartupFailed) as refused:
             child.wait_ready(lambda: False)
@@ -84,7 +84,7 @@ def test_a_leashed_program_ends_with_its_parent(tmp_path: Path) -> None:
     # A parent that starts the leash and says its pid, and that we kill.
     script = (
         "import os, subprocess, sys\n"
-        "p = subprocess.Popen([sys.executable, '-m', 'kvpool.cli.leash', str(os.getpid()), '/bin/sleep', '600'])\n"
+        "p = subprocess.Popen([sys.executable, '-m', 'kvpool_cli.leash', str(os.getpid()), '/bin/sleep', '600'])\n"
         "print(p.pid, flush=True)\n"
         "p.wait()\n"
     )
@@ -100,6 +100,6 @@ def test_a_leashed_program_ends_with_its_parent(tmp_path: Path) -> None:
 
 def test_a_leash_without_its_parent_starts_nothing(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    command = [sys.executable, "-m", "kvpool.cli.leash", str(os.getppid()), "/bin/touch", str(marker)]
+    command = [sys.executable, "-m", "kvpool_cli.leash", str(os.getppid()), "/bin/touch", str(marker)]
     assert subprocess.run(command, check=False).returncode == 1
     assert not marker.exists()

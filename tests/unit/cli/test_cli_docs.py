@@ -1,9 +1,21 @@
-"""The page of the command line is what the parser says."""
+"""The page of the command line is what the commands say of themselves, and examples are commands that there are."""
 
-import argparse
+from __future__ import annotations
 
-from kvpool.cli.main import COMMANDS, build_parser
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from kvpool_cli.main import app
 from tools import generate_cli_docs
+
+REPOSITORY = Path(__file__).parents[3]
+ROOT: Any = typer.main.get_command(app)
 
 
 def test_the_page_is_current() -> None:
@@ -11,18 +23,27 @@ def test_the_page_is_current() -> None:
     assert current == generate_cli_docs.page_text(current), "run python -m tools.generate_cli_docs"
 
 
-def test_every_example_is_understood_as_far_as_its_words_go() -> None:
-    for name, command in COMMANDS.items():
-        assert command.examples, name
-        for example in command.examples:
-            assert f"kvpool {name}" in example
-            flags = {word for word in example.split() if word.startswith("--")}
-            parser = build_parser([name])
-            known = {flag for sub in _all(parser) for action in sub._actions for flag in action.option_strings}
-            assert {flag.strip('")') for flag in flags} <= known, example
+def shown() -> Iterator[str]:
+    """Each command of a fenced block in any document, without its comment; `a | b` are two commands."""
+    for path in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))):
+        for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                for part in re.split(r" \|\|? | && |;|\$\(", line.split(" #")[0]):
+                    if part.strip().startswith("kvpool "):
+                        yield part.strip().rstrip("&)").strip()
 
 
-def _all(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """A parser and all below it."""
-    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return [parser, *(each for action in below for sub in action.choices.values() for each in _all(sub))]
+@pytest.mark.parametrize("text", sorted(set(shown())))
+def test_a_command_that_documents_show_is_understood(text: str) -> None:
+    command, words = ROOT, shlex.split(text)[1:]
+    if "COMMAND" in words or "[OPTIONS]" in text:
+        return
+    while words and hasattr(command, "commands") and words[0] in command.commands:
+        command = command.commands[words.pop(0)]
+    assert not hasattr(command, "commands") or not words or words[0].startswith("--"), f"{text}: no such command"
+    known = {flag for parameter in command.params for flag in getattr(parameter, "opts", ())} | {"--help", "-h"}
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+
+
+def test_documents_show_commands() -> None:
+    assert len(set(shown())) > 30

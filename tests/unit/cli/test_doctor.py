@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.doctor import cluster
-from kvpool.cli.doctor.cluster import examine_nodes, examine_packages, examine_status
-from kvpool.cli.doctor.command import render, to_document
-from kvpool.cli.doctor.finding import Finding, Level, bad, skipped, warning, well
-from kvpool.cli.doctor.gpu import examine_gpu
-from kvpool.cli.doctor.machine import Machine, descriptors, kernel, memory
-from kvpool.cli.doctor.redis_server import examine_redis, examine_server
-from kvpool.cli.doctor.storage import examine_directory
-from kvpool.cli.main import main
+from kvpool_cli.doctor import cluster
+from kvpool_cli.doctor.cluster import examine_nodes, examine_packages, examine_status
+from kvpool_cli.doctor.command import render, to_document
+from kvpool_cli.doctor.finding import Finding, Level, bad, skipped, warning, well
+from kvpool_cli.doctor.gpu import examine_gpu
+from kvpool_cli.doctor.machine import Machine, descriptors, kernel, memory
+from kvpool_cli.doctor.redis_server import examine_redis, examine_server
+from kvpool_cli.doctor.storage import examine_directory
+from kvpool_cli.main import run_command as main
+from kvpool_cli.output import as_text
 from tests.fixtures.patience import PATIENCE_S
 
 GIB = 1 << 30
@@ -248,9 +249,9 @@ def test_findings_are_told_the_worst_last() -> None:
         warning("w", "is slow", "hurry"),
         skipped("s", "?"),
     ]
-    lines = render(findings, quiet=False).splitlines()
+    lines = as_text(render(findings, quiet=False)).splitlines()
     assert lines[0].startswith("ok") and "-> mend it" in lines[-2] and lines[-1].startswith("4 looked at: 1 bad")
-    assert "is well" not in render(findings, quiet=True)
+    assert "is well" not in as_text(render(findings, quiet=True))
     assert to_document(findings)["bad"] == 1
 
 

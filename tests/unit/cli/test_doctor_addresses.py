@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import redis
 
-from kvpool.cli.doctor.finding import Level
-from kvpool.cli.doctor.redis_server import examine_redis
-from kvpool.cli.main import main
+from kvpool_cli.doctor.finding import Level
+from kvpool_cli.doctor.redis_server import examine_redis
+from kvpool_cli.main import run_command as main
 
 
 def test_a_certificate_or_a_url_that_cannot_be_used_does_not_end_the_examination(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.cli.doctor.clocks import lead_s
+from kvpool_cli.doctor.clocks import lead_s
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""`kvpool drain --json`: its document."""
+"""`kvpool node drain --json`: its document."""
 
-from kvpool.cli.drain import Drained, to_document
 from kvpool.client.pagestore_control import DrainProgress
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import DrainBlocked
+from kvpool_cli.drain import Drained, to_document
 
 INFO = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, host_id="east", endpoint="east:7200")
 NODE = LiveNode(info=INFO, load=NodeLoad(), lease_remaining_ms=1000)

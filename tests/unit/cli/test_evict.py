@@ -1,9 +1,10 @@
-"""`kvpool evict --dry-run`: its table and its document."""
+"""`kvpool cache evict --dry-run`: its table and its document."""
 
-from kvpool.cli.evict import preview_document, render_preview
 from kvpool.client.pagestore_control import EvictOutcome, EvictPreview
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import NotServed, ServiceUnavailable
+from kvpool_cli.evict import preview_document, render_preview
+from kvpool_cli.output import as_text
 
 OUTCOME = EvictOutcome(page_count=8, pinned_count=2, undurable_count=0)
 PREVIEW = EvictPreview(outcome=OUTCOME, chunk_count=4, staging_bytes=3 << 20, disk_bytes=8 << 20)
@@ -18,7 +19,7 @@ def node(number: int) -> LiveNode:
 
 
 def test_the_table_sums_up_what_would_go() -> None:
-    lines = render_preview([(node(1), PREVIEW), (node(2), PREVIEW), (node(3), NOTHING)]).splitlines()
+    lines = as_text(render_preview([(node(1), PREVIEW), (node(2), PREVIEW), (node(3), NOTHING)])).splitlines()
     assert lines[2].split() == ["01010101", "host-1", "4", "8", "3.0", "MiB", "8.0", "MiB", "2", "0"]
     assert lines[-1] == (
         "would evict 16 pages (6.0 MiB of memory, 16.0 MiB of disk) on 2 of 3 pagestores; nothing was changed"
@@ -36,5 +37,5 @@ def test_the_document_cannot_be_taken_for_that_of_an_eviction() -> None:
 
 def test_a_pagestore_that_knows_no_dry_run_is_named_as_old() -> None:
     answers = [(node(1), NotServed("Method not found!"))]
-    assert "earlier release" in render_preview(answers)
+    assert "earlier release" in as_text(render_preview(answers))
     assert "earlier release" in preview_document(answers)["nodes"][0]["error"]

@@ -1,4 +1,4 @@
-"""`kvpool export` as a command: how it ends when it is interrupted."""
+"""`kvpool cache export` as a command: how it ends when it is interrupted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli import export
-from kvpool.cli.export_source import PlannedChunk
-from kvpool.cli.main import main
 from kvpool.client.index import OpenedKeyspace
 from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.cluster import NodeInfo, NodeKind
 from kvpool.core.export_format import Manifest
 from kvpool.core.grid import ShardGrid
+from kvpool_cli import export
+from kvpool_cli.export_source import PlannedChunk
+from kvpool_cli.main import run_command as main
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, SPEC, chunk_hash
 
@@ -67,7 +67,7 @@ def test_ctrl_c_ends_an_export_though_a_node_hangs(
     monkeypatch.setattr(export, "_prepare", prepared)
     monkeypatch.setattr(export, "open_transfer", open_transfer)
     path = tmp_path / "file.kvpx"
-    assert main(["export", str(path), "--index", "127.0.0.1:1"]) == 1
+    assert main(["cache", "export", str(path), "--index", "127.0.0.1:1"]) == 1
     assert node.ended.wait(PATIENCE_S) and node.was_closed_in_time, (
         "what is read from the node must be ended, not waited for"
     )

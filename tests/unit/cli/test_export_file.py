@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from kvpool.cli.export_file import ExportReader, ExportWriter
-from kvpool.cli.output import CommandFailed
 from kvpool.core.errors import ExportRefused
 from kvpool.core.export_format import (
     CHUNK_HEAD_BYTES,
@@ -28,6 +26,8 @@ from kvpool.core.export_format import (
 )
 from kvpool.core.keyspace import KvGroup
 from kvpool.core.page import page_bytes
+from kvpool_cli.errors import CommandFailed
+from kvpool_cli.export_file import ExportReader, ExportWriter
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, PAYLOAD_BYTES, SPEC, chunk_hash, metadata, page, write_file
 
 PAGE_BYTES = page_bytes(PAYLOAD_BYTES)
@@ -127,8 +127,8 @@ def test_any_flipped_bit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "no file that `kvpool export` wrote"),
-        (b"PK\x03\x04" + bytes(100), "no file that `kvpool export` wrote"),
+        (b"", "no file that `kvpool cache export` wrote"),
+        (b"PK\x03\x04" + bytes(100), "no file that `kvpool cache export` wrote"),
         (MANIFEST.pack()[:8] + struct.pack("<HHI", 3, 0, 10) + bytes(40), "format version 3"),
         (MANIFEST.pack()[:8] + struct.pack("<HHI", 2, 0, 0) + bytes(40), "manifest would have 0 bytes"),
         (MANIFEST.pack()[:8] + struct.pack("<HHI", 2, 0, (1 << 32) - 1) + bytes(40), "at most 65536"),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.export_file import ExportReader, ExportWriter
 from kvpool.core.errors import ExportRefused
 from kvpool.core.export_format import pack_chunk
 from kvpool.core.keyspace import KvGroup
 from kvpool.core.page import PageKey, page_bytes, seal
+from kvpool_cli.export_file import ExportReader, ExportWriter
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, SPEC, chunk_hash, metadata
 
 

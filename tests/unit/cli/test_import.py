@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.import_pages import check_ours
-from kvpool.cli.main import main
 from kvpool.client.index import OpenedKeyspace
 from kvpool.core.errors import ExportRefused
 from kvpool.core.export_format import End, mac_of
 from kvpool.core.grid import ShardGrid
+from kvpool_cli.import_pages import check_ours
+from kvpool_cli.main import run_command as main
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, SPEC, write_file
 
 DIGEST = b"d" * 32
@@ -42,18 +42,18 @@ def test_a_file_of_others_is_refused(end: End, opened: OpenedKeyspace, said: str
 def test_a_file_is_verified_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "file.kvpx"
     digest = write_file(path, 3).hex()
-    assert main(["import", "--verify-only", str(path), "--json", "--digest", digest.upper()]) == 0
+    assert main(["cache", "import", "--verify-only", str(path), "--json", "--digest", digest.upper()]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["chunks"] == 3 and document["digest"] == digest and document["stored_chunks"] == 0
-    assert main(["import", "--verify-only", str(path)]) == 0
+    assert main(["cache", "import", "--verify-only", str(path)]) == 0
     assert "3 chunks" in capsys.readouterr().out
-    assert main(["import", "--verify-only", str(path), "--digest", "00"]) == 1
+    assert main(["cache", "import", "--verify-only", str(path), "--digest", "00"]) == 1
     assert "not the one that was named" in capsys.readouterr().err
     # A script's variable that was never set must not switch the comparison off.
-    assert main(["import", "--verify-only", str(path), "--digest", ""]) == 1
+    assert main(["cache", "import", "--verify-only", str(path), "--digest", ""]) == 2
     assert "--digest is empty" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:-1])
-    assert main(["import", "--verify-only", str(path)]) == 1
+    assert main(["cache", "import", "--verify-only", str(path)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and "cut off" in lines[0]
-    assert main(["import", str(path), "--copies", "17"]) == 1
+    assert main(["cache", "import", str(path), "--copies", "17"]) == 2

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli import import_target
-from kvpool.cli.export_file import FileChunk
-from kvpool.cli.import_target import ImportTarget, Placed
-from kvpool.cli.targets import Target
 from kvpool.client.index import OpenedKeyspace
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.client.transfer import PageToWrite
@@ -20,6 +16,10 @@ from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import ArenaFull, KvPoolError, QuotaExceeded
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Admission
+from kvpool_cli import import_target
+from kvpool_cli.export_file import FileChunk
+from kvpool_cli.import_target import ImportTarget, Placed
+from kvpool_cli.targets import Target
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, SPEC, chunk_hash, metadata, page
 
 OPENED = OpenedKeyspace(keyspace=MANIFEST.keyspace, hash_key=HASH_KEY, grid=ShardGrid.of(SPEC), created=False)
@@ -229,4 +229,4 @@ async def test_a_cluster_that_takes_no_pages_is_told_of(monkeypatch: pytest.Monk
     monkeypatch.setattr(Index, "place", nowhere)
     placed, _, into, _ = await stored(monkeypatch, CHAIN[:2])
     assert placed == [Placed.FAILED, Placed.FAILED]
-    assert list(into.failures) == ["no node takes new pages; see `kvpool status`"]
+    assert list(into.failures) == ["no node takes new pages; see `kvpool cluster status`"]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli import logs
-from kvpool.cli.logs import last_lines
-from kvpool.cli.main import main
+from kvpool_cli import logs
+from kvpool_cli.logs import last_lines
+from kvpool_cli.main import run_command as main
 
 
 def test_the_last_lines_after_a_position(tmp_path: Path) -> None:
@@ -30,8 +30,8 @@ def test_logs_of_named_processes_are_printed(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "logs").mkdir()
     for name in ("index-0", "agent-0"):
         (tmp_path / "logs" / f"{name}.log").write_text(f"{name} one\n{name} two\n")
-    assert main(["--state-dir", str(tmp_path), "logs", "-n", "1"]) == 0
+    assert main(["--state-dir", str(tmp_path), "cluster", "logs", "-n", "1"]) == 0
     assert capsys.readouterr().out.splitlines() == ["agent-0: agent-0 two", "index-0: index-0 two"]
-    assert main(["--state-dir", str(tmp_path), "logs", "index-0", "-n", "5"]) == 0
+    assert main(["--state-dir", str(tmp_path), "cluster", "logs", "index-0", "-n", "5"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
-    assert main(["--state-dir", str(tmp_path), "logs", "index-9"]) == 1
+    assert main(["--state-dir", str(tmp_path), "cluster", "logs", "index-9"]) == 1

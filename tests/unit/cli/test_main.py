@@ -1,49 +1,93 @@
 """The command line as a whole."""
 
+from __future__ import annotations
+
+import json
+import os
 import platform
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+from rich.text import Text
 
-from kvpool.cli.main import COMMANDS, main
+from kvpool_cli import __main__ as entry
+from kvpool_cli.main import app, run_command
+from tests.fixtures.patience import PATIENCE_S
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
+def words_of_commands(group: typer.Typer, *words: str) -> Iterator[tuple[str, ...]]:
+    for one in group.registered_commands:
+        yield (*words, str(one.name))
+    for below in group.registered_groups:
+        assert below.typer_instance is not None
+        yield from words_of_commands(below.typer_instance, *words, str(below.name))
+
+
+COMMANDS = sorted(words_of_commands(app))
+
+
+def test_help_lists_every_group_and_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in COMMANDS)
+    assert all(words[0] in text for words in COMMANDS)
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    assert ended.value.code == 0
-    assert f"kvpool {command}" in capsys.readouterr().out
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself_with_examples(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run_command([*words, "--help"]) == 0
+    text = Text.from_ansi(capsys.readouterr().out).plain
+    assert f"Usage: kvpool {' '.join(words)}" in text
+    assert f"kvpool {' '.join(words)}" in text.split("Examples:")[1]
+    for common in ("--index", "--state-dir", "--json", "--tls-ca-file"):
+        assert common in text
 
 
-@pytest.mark.parametrize("argv", [[], ["nothing"], ["up", "--deta"], ["up", "--arena-bytes", "much"]])
-def test_what_is_not_understood_is_refused_with_code_2(argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
-    assert ended.value.code == 2
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["nothing"],
+        ["cluster", "nothing"],
+        ["cluster", "up", "--deta"],
+        ["cluster", "up", "--arena-bytes", "much"],
+        ["cache", "match"],
+        ["cache", "pin", "x", "--for", "5"],
+        ["policy", "set"],
+        ["cluster", "up", "--device", "tpu"],
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_is_not_understood_is_one_line_or_document_and_code_2(
+    argv: list[str], as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([*argv, *(["--json"] if as_json else [])]) == 2
+    captured = capsys.readouterr()
+    if as_json:
+        document = json.loads(captured.out)
+        assert document["exit_code"] == 2 and document["error"] and not captured.err
+    else:
+        assert len(captured.err.splitlines()) == 1 and not captured.out
 
 
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        (["up", "--pagestores", "65"], "--pagestores"),
-        (["up", "--index-port", "65536"], "--index-port"),
-        (["up", "--memory-index", "--redis", "redis://localhost"], "exclude each other"),
+        (["cluster", "up", "--pagestores", "65"], "--pagestores"),
+        (["cluster", "up", "--index-port", "65536"], "--index-port"),
+        (["cluster", "up", "--memory-index", "--redis", "redis://localhost"], "exclude each other"),
     ],
 )
 def test_impossible_options_are_one_line_and_code_2(
     argv: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--state-dir", str(tmp_path / "state"), *argv]) == 2
+    assert run_command(["--state-dir", str(tmp_path / "state"), *argv]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert part in lines[0]
@@ -56,15 +100,85 @@ def test_other_platforms_are_refused(
 ) -> None:
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    assert main(["status"]) == 2
+    assert entry.main() == 2
     assert f"{system} {machine}" in capsys.readouterr().err
 
 
-def test_the_state_directory_may_come_from_the_environment(
+def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
+    """As in an engine's environment: typer and rich cannot be imported."""
+    script = (
+        "import importlib.util as u, sys\n"
+        "real = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name in ('typer', 'rich') else real(name, *a)\n"
+        "from kvpool_cli.__main__ import main\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvpool: typer, rich is not installed: pip install 'kvpool[cli]'\n"
+
+
+def test_the_state_directory_comes_from_anywhere_on_the_line_or_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVPOOL_STATE_DIR", str(tmp_path / "named"))
-    assert main(["down"]) == 0
+    assert run_command(["cluster", "down"]) == 0
     assert str(tmp_path / "named") in capsys.readouterr().out
-    assert main(["--state-dir", str(tmp_path / "flag"), "down"]) == 0
-    assert str(tmp_path / "flag") in capsys.readouterr().out
+    flag = ["--state-dir", str(tmp_path / "flag")]
+    for argv in ([*flag, "cluster", "down"], ["cluster", "down", *flag]):
+        assert run_command(argv) == 0
+        assert str(tmp_path / "flag") in capsys.readouterr().out
+
+
+def test_the_index_comes_from_the_environment_unless_the_line_names_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVPOOL_INDEX", "127.0.0.1:1")
+    for argv, said in (
+        (["cluster", "status"], "127.0.0.1:1 does not answer"),
+        (["--index", "127.0.0.1:2", "cluster", "status"], "127.0.0.1:2 does not answer"),
+        (["cluster", "status", "--state-dir", str(tmp_path)], f"no cluster runs in {tmp_path}"),
+    ):
+        assert run_command(argv) == 1
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("kvpool clu", {"cluster"}),
+        ("kvpool cache ex", {"export"}),
+        ("kvpool policy ", {"set", "show"}),
+        ("kvpool cluster up --device ", {"cpu", "cuda"}),
+        ("kvpool top --onc", {"--once"}),
+    ],
+)
+def test_bash_completes_commands_options_and_values(line: str, offered: set[str]) -> None:
+    environment = os.environ | {
+        "_KVPOOL_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split(" ")) - 1),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpool_cli"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert set(done.stdout.split()) == offered, done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_has_a_completion_script(shell: str) -> None:
+    environment = os.environ | {"_KVPOOL_COMPLETE": f"source_{shell}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpool_cli"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "_KVPOOL_COMPLETE" in done.stdout
+    binary = shutil.which(shell)
+    if binary is not None:
+        flag = "--no-execute" if shell == "fish" else "-n"
+        checked = subprocess.run([binary, flag], input=done.stdout, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stderr

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.chains import read_tokens
-from kvpool.cli.match import Found, FoundRun, best_tier, render, to_document
-from kvpool.cli.output import CommandFailed
 from kvpool.core.cluster import Location, NodeInfo, NodeKind
 from kvpool.core.coverage import Coverage
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
+from kvpool_cli.chains import read_tokens
+from kvpool_cli.errors import CommandFailed
+from kvpool_cli.match import Found, FoundRun, best_tier, render, to_document
+from kvpool_cli.output import as_text
 
 NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, host_id="host-0")
 
@@ -78,7 +79,7 @@ def test_totals_add_up() -> None:
     assert (document["matched_chunks"], document["matched_tokens"]) == (5, 80)
     assert document["tokens_by_tier"] == {"gpu": 0, "staging": 48, "disk": 32}
     assert [run["first_chunk"] for run in document["runs"]] == [0, 3]
-    text = render(found)
+    text = as_text(render(found))
     assert "5 of 10 chunks (80 of 165 tokens)" in text
     rows = {line.rsplit(maxsplit=2)[0]: line.split()[-2:] for line in text.splitlines() if line.startswith("n")}
     assert rows == {"not held": ["5", "80"], "no full chunk": ["-", "5"]}

@@ -1,7 +1,8 @@
-"""`kvpool route`: its table and its document."""
+"""`kvpool cache route`: its table and its document."""
 
-from kvpool.cli.route import render, to_document
 from kvpool.core.cluster import NodeInfo, NodeKind, RouteAnswer, RouteCandidate, RouteNode
+from kvpool_cli.output import as_text
+from kvpool_cli.route import render, to_document
 
 NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, host_id="east", endpoint="east:7200")
 ANSWER = RouteAnswer(
@@ -20,13 +21,13 @@ ANSWER = RouteAnswer(
 
 
 def test_the_table_names_hosts_best_first() -> None:
-    lines = render(ANSWER).splitlines()
+    lines = as_text(render(ANSWER)).splitlines()
     assert lines[0] == "the cluster holds 40 chunks of the prefix"
     assert [line.split() for line in lines[-2:]] == [
         ["east", "27.0", "30", "0", "30", "0", "50%"],
         ["west", "12.0", "0", "0", "0", "0", "0%"],
     ]
-    assert render(RouteAnswer(matched_chunks=0, candidates=())).endswith("no host holds any of it")
+    assert as_text(render(RouteAnswer(matched_chunks=0, candidates=()))).endswith("no host holds any of it")
 
 
 def test_the_document() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.main import main
 from kvpool.core.model import ENGINE_CHUNK_TOKENS
+from kvpool_cli.main import run_command as main
 from kvpool_pagestore.config import PageStoreConfig
 
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -72,6 +72,6 @@ def test_what_is_missing_or_not_served_is_named(tmp_path: Path, capsys: pytest.C
     assert "num_hidden_layers" in refused(capsys, written(tmp_path, {}))
     hybrid = LLAMA_8B | {"layer_types": ["full_attention", "sliding_attention"]}
     assert "sliding_attention" in refused(capsys, written(tmp_path, hybrid))
-    assert "no config.json" in refused(capsys, written(tmp_path, []))
+    assert "not a config.json" in refused(capsys, written(tmp_path, []))
     assert "cannot be read" in refused(capsys, str(tmp_path / "absent.json"))
     assert "chunk_tokens" in refused(capsys, written(tmp_path, LLAMA_8B), "--chunk-tokens", "100")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.state import (
+from kvpool.core.errors import StartupFailed
+from kvpool_cli.state import (
     ClusterState,
     ProcessState,
     StateLock,
@@ -17,7 +18,6 @@ from kvpool.cli.state import (
     state_file,
     write_state,
 )
-from kvpool.core.errors import StartupFailed
 
 OWN = ProcessState(
     name="index-0", role="index", pid=os.getpid(), start_ticks=start_ticks(os.getpid()), endpoints={"endpoint": "h:1"}

@@ -1,8 +1,9 @@
-"""The tables of `kvpool status`."""
+"""The tables of `kvpool cluster status`."""
 
 from typing import Any
 
-from kvpool.cli.status import render
+from kvpool_cli.output import as_text
+from kvpool_cli.status import render
 
 
 def node(**changes: Any) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def document(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_healthy_cluster() -> None:
-    text = render(document())
+    text = as_text(render(document()))
     assert "redis, reachable (own)" in text
     assert "1.0 MiB of 1.0 GiB" in text
     assert "3 staged (1 dirty), 2 on disk" in text
@@ -50,7 +51,7 @@ def test_what_is_wrong_is_said() -> None:
         ],
         processes=[{"name": "agent-0", "role": "agent", "pid": 1, "alive": False}],
     )
-    text = render(broken)
+    text = as_text(render(broken))
     for part in (
         "NOT REACHABLE",
         "abababab does not answer: cannot be reached",

@@ -1,4 +1,4 @@
-"""What `kvpool status --check` calls wrong."""
+"""What `kvpool cluster status --check` calls wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.status import missing_nodes, problems
+from kvpool_cli.status import missing_nodes, problems
 
 
 def document(**changes: Any) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli import targets
-from kvpool.cli.output import CommandFailed
-from kvpool.cli.targets import Target, client_config, live_pagestores, on_pagestores, said
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreFault
+from kvpool_cli import targets
+from kvpool_cli.errors import CommandFailed
+from kvpool_cli.targets import Target, client_config, live_pagestores, on_pagestores, said
 
 
 def node(first: int, host: str, port: int) -> LiveNode:

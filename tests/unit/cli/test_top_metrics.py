@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvpool.cli import top_metrics
-from kvpool.cli.doctor.cluster import clock_skew_s
-from kvpool.cli.top_metrics import fetch_all, in_threads
+from kvpool_cli import top_metrics
+from kvpool_cli.doctor.cluster import clock_skew_s
+from kvpool_cli.top_metrics import fetch_all, in_threads
 from tests.fixtures.patience import PATIENCE_S
 
 BODY = b"kvpool_pagestore_sessions 3.0\n"

@@ -20,7 +20,7 @@ from tests.fixtures.patience import PATIENCE_S
 
 # One view, and later a trouble; all else is what the command does.
 SCRIPT = """
-from kvpool.cli.top_screen import show
+from kvpool_cli.top_screen import show
 from tests.unit.cli.test_top import many
 news = [many(64), "the index does not answer"]
 show(lambda timeout_s: news.pop(0) if news else None, "state")
@@ -85,8 +85,8 @@ def test_it_is_drawn_resized_sorted_and_left(terminal: Terminal) -> None:
     assert terminal.process.wait(DEADLINE_S) == 0
 
 
-def test_a_terminal_that_nobody_knows_is_refused_with_what_to_do() -> None:
-    terminal = Terminal("nonsense")
+def test_a_terminal_that_cannot_be_drawn_on_is_refused_with_what_to_do() -> None:
+    terminal = Terminal("dumb")
     assert terminal.shows(b"--once")
     assert terminal.process.wait(DEADLINE_S) == 1
     os.close(terminal.master)

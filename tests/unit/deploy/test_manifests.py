@@ -144,7 +144,7 @@ def test_memory_disk_and_time_are_enough(path: str) -> None:
             container.spec["lifecycle"]["preStop"]["exec"]["command"],
         )
         drain_s = config.drain_ms / 1e3 if container.prefix == "KVPOOL_PAGESTORE" else config.drain_s
-        assert grace_s >= float(pre_stop[-1]) + drain_s + 10
+        assert grace_s >= float(pre_stop[-1].removesuffix("s")) + drain_s + 10
         if container.prefix != "KVPOOL_PAGESTORE":
             continue
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -155,7 +155,7 @@ def test_memory_disk_and_time_are_enough(path: str) -> None:
             assert volumes["sessions"]["emptyDir"]["medium"] == "Memory"
         for claim in container.workload["spec"].get("volumeClaimTemplates", []):
             assert size_bytes(claim["spec"]["resources"]["requests"]["storage"]) >= config.disk_bytes * 1.1
-        assert pre_stop[:4] == ["kvpool", "flush", "--pagestore", f"unix:{config.socket}"]
+        assert pre_stop[:5] == ["kvpool", "cache", "flush", "--node", f"unix:{config.socket}"]
 
 
 @pytest.mark.parametrize("path", EVERYTHING)

@@ -153,7 +153,7 @@ class L2AdapterCalls:
         """Not served, on purpose: said once, never raised.
 
         LMCache deletes here what one server has not used for long, by what that server alone has seen. The pages belong
-        to all servers of the keyspace, and pagestores, which see the uses of all, evict better. `kvpool evict` is
+        to all servers of the keyspace, and pagestores, which see the uses of all, evict better. `kvpool cache evict` is
         there for people.
         """
         with self._lock:

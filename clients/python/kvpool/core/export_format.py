@@ -1,4 +1,4 @@
-"""The file that `kvpool export` writes: pages of a prefix-closed set of chunks, each verifiable, the whole authentic.
+"""The file of `kvpool cache export`: pages of a prefix-closed set of chunks, each verifiable, the whole authentic.
 
     head      magic 8, version u16, flags u16 (0), manifest length u32
     manifest  JSON, UTF-8, at most 64 KiB; then BLAKE3-128 of head and manifest
@@ -121,7 +121,7 @@ def pages_bytes(payload_sizes: Sequence[int], shards: int) -> int:
 def manifest_bytes(head: bytes) -> int:
     """Length of the manifest and its sum, which follow a head. raises: ExportRefused for what is no such file."""
     if len(head) < _HEAD.size or not head.startswith(MAGIC):
-        raise ExportRefused("this is no file that `kvpool export` wrote (the first bytes are others)")
+        raise ExportRefused("this is no file that `kvpool cache export` wrote (the first bytes are others)")
     _, version, flags, size_bytes = _HEAD.unpack_from(head)
     if version != VERSION or flags:
         raise ExportRefused(

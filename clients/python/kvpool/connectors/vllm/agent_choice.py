@@ -19,7 +19,10 @@ from kvpool.core.errors import InvalidRequest, ServiceUnavailable
 
 AUTO = "auto"
 RUN_DIRECTORY_VARIABLE = "KVPOOL_RUN_DIR"
-_DIRECTORIES = ("/run/kvpool", ".kvpool/run")  # of a machine's service, and of `kvpool up` where the engine was started
+_DIRECTORIES = (
+    "/run/kvpool",
+    ".kvpool/run",
+)  # of a machine's service, and of `kvpool cluster up` where the engine was started
 _PLACEHOLDERS = ("rank", "dp", "gpu")
 _UNIX = "unix:"
 

@@ -1,0 +1,1 @@
+"""What several benches share: clusters of their own, engines without a GPU, baselines, and tables of results."""

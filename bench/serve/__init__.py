@@ -1,0 +1,1 @@
+"""`python -m bench serve`: a load generator for any OpenAI-compatible endpoint, and its report."""

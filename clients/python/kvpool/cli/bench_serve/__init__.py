@@ -1,1 +1,0 @@
-"""`kvpool bench serve`: a load generator for any OpenAI-compatible endpoint, and its report."""

@@ -1,0 +1,79 @@
+"""`kvpool cache flush`: wait until every page is durable."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.client.pagestore_control import FlushOutcome, PageStoreControl
+from kvpool.core.errors import KvPoolError
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
+from kvpool_cli.options import OneKeyspace, duration_option
+from kvpool_cli.output import print_json, show, table
+from kvpool_cli.targets import (
+    Common,
+    Target,
+    describe,
+    find_target,
+    find_tls,
+    on_every_pagestore,
+    open_pagestore,
+    run,
+)
+
+
+def flush(
+    common: Common,
+    keyspace: OneKeyspace = "",
+    node: Annotated[
+        str,
+        typer.Option(
+            "--node",
+            metavar="NODE",
+            help="Only this one: node id (its beginning), host id or endpoint; unix:PATH without asking the index.",
+        ),
+    ] = "",
+    timeout: Annotated[float, duration_option("--timeout", "Give up then (default 60s).")] = 60.0,
+) -> int:
+    """Wait until every page is durable. Exit code 1 unless all pages became durable everywhere."""
+    if node.startswith("unix:"):
+        if keyspace:
+            raise UsageFailed("--node unix:PATH flushes all keyspaces of one pagestore; leave --keyspace out")
+        target = Target(index_endpoint="", state=None, tls=find_tls(common))
+        return run(_flush_one(target, node, timeout, json=common.json))
+
+    async def flush_one(control: PageStoreControl, keyspace_id: bytes) -> FlushOutcome:
+        return await control.flush(keyspace_id, timeout_s=timeout)
+
+    answers = run(on_every_pagestore(find_target(common), keyspace, flush_one, node))
+    nodes = [describe(each, answer) | _counts(answer) for each, answer in answers]
+    if common.json:
+        print_json({"version": 1, "nodes": nodes})
+    else:
+        rows = [
+            [
+                each["node_id"][:8],
+                each["host_id"],
+                *(["-", "-"] if each["error"] else [each["pages"], each["failed_pages"]]),
+            ]
+            for each in nodes
+        ]
+        with_errors = [[*row, each["error"]] for row, each in zip(rows, nodes, strict=True)]
+        show(table(["pagestore", "host", "pages", "failed", "error"], with_errors, right=[2, 3]))
+    return EXIT_FAILED if any(each["error"] or each["failed_pages"] for each in nodes) else EXIT_OK
+
+
+def _counts(answer: FlushOutcome | KvPoolError) -> dict[str, Any]:
+    done = answer if isinstance(answer, FlushOutcome) else FlushOutcome(page_count=0, failed_count=0)
+    return {"pages": done.page_count, "failed_pages": done.failed_count}
+
+
+async def _flush_one(target: Target, endpoint: str, timeout_s: float, *, json: bool) -> int:
+    async with open_pagestore(target, endpoint) as control:
+        outcome = await control.flush(timeout_s=timeout_s)
+    if json:
+        print_json({"version": 1, "nodes": [{"endpoint": endpoint, "error": ""} | _counts(outcome)]})
+    else:
+        show(f"{outcome.page_count} pages flushed, {outcome.failed_count} failed")
+    return EXIT_FAILED if outcome.failed_count else EXIT_OK
