@@ -110,7 +110,7 @@ class SimChannel:
         self._network = network
         self._endpoint = endpoint
         self._process = process
-        self._calls: set[Call] = set()
+        self._calls: dict[Call, None] = {}  # in order: a set's differs from process to process
         self.closed = False
 
     def unary_unary(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
@@ -142,8 +142,8 @@ class SimChannel:
         if self.closed:
             raise grpc.aio.UsageError("Channel is closed.")
         call = Call(self._network, self._process, self._endpoint, path, (serialize, deserialize), request)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        self._calls[call] = None
+        call.add_done_callback(lambda ended: self._calls.pop(ended, None))
         return call
 
     async def _unary(self, path: str, request: bytes, deserialize: Any, timeout_s: float | None) -> Any:

@@ -129,7 +129,7 @@ class SimWorkers:
         self._limit = threads + queue_limit
         self._queue: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
         self._running = 0
-        self._threads: set[_Thread] = set()
+        self._threads: dict[_Thread, None] = {}  # in order: a set's differs from process to process
         self._closed = False
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -164,7 +164,7 @@ class SimWorkers:
             self._loop.call_later(self._delay_s(), self._ended, future, result, error)
             return
         thread = _idle.pop() if _idle else _Thread()
-        self._threads.add(thread)
+        self._threads[thread] = None
         thread.begin(job, copy_context())
         self._went_on(thread, future)
 
@@ -173,7 +173,7 @@ class SimWorkers:
         if starter is not None:
             starter(lambda: self._proceed(thread, future))
             return
-        self._threads.discard(thread)
+        self._threads.pop(thread, None)
         result, error = thread.result, thread.error
         thread.result = thread.error = None
         _idle.append(thread)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from tools.pictures.canvas import THEMES
-from tools.pictures.cluster import cluster
 from tools.pictures.figures import Figure, claims, figures
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -19,7 +18,7 @@ END = "<!-- End of the plots. -->"
 
 def images() -> dict[str, str]:
     """File name and content of each picture."""
-    made = {f"cluster-{theme.name}.svg": cluster(theme) for theme in THEMES}
+    made: dict[str, str] = {}
     for figure in figures():
         made |= {f"{figure.name}-{theme.name}.svg": figure.chart.draw(theme) for theme in THEMES}
     return made

@@ -221,7 +221,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
         self._wake = asyncio.Event()
         self._over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._opening: asyncio.Task[None] | None = None
-        self._requests: set[asyncio.Task[None]] = set()
+        self._requests: dict[asyncio.Task[None], None] = {}  # in the order in which they came
         self._complete = False  # no more answers will be queued
         self._finishing: asyncio.Future[None] | None = None
 
@@ -267,8 +267,8 @@ class SessionStream(Generic[RequestT, ResponseT]):
                 self._handle_now(message)
             case Begin(Role.REQUEST, message):
                 task = asyncio.ensure_future(self._handle(message))
-                self._requests.add(task)
-                task.add_done_callback(self._requests.discard)
+                self._requests[task] = None
+                task.add_done_callback(lambda ended: self._requests.pop(ended, None))
             case Begin(Role.OPEN, message):
                 self._opening = asyncio.ensure_future(self._open(message))
             case Refuse(message, error):

@@ -83,8 +83,8 @@ async def test_the_exit_code_and_one_line_say_it(
     ("answer", "message"),
     [
         (b"", "closed the connection"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no gRPC server"),
-        (b"\x00\x00\x02\x00\x01\x00\x00\x00\x01ab\x00\x00\x00\x01\x05\x00\x00\x00\x01", "no message"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a gRPC server"),
+        (b"\x00\x00\x02\x00\x01\x00\x00\x00\x01ab\x00\x00\x00\x01\x05\x00\x00\x00\x01", "the answer is not a message"),
         (b"\x00\x00\x04\x03\x00\x00\x00\x00\x01\x00\x00\x00\x02", "ended the call"),
     ],
 )

@@ -71,7 +71,7 @@ class WatchService:
         self._metrics = metrics
         self._clock = clock
         self.reader = LogReader(log, nodes, keyspaces, deliver=self._deliver, lose=self._lose)
-        self._watchers: set[_Watcher] = set()
+        self._watchers: dict[_Watcher, None] = {}  # in the order in which they came
         self._by_peer: Counter[str] = Counter()  # watchers
         self._heartbeats: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -96,7 +96,7 @@ class WatchService:
                 raise Overloaded(f"{self._config.max_peer_watchers} watchers of {peer} are open already")
             await self.reader.start()
             self._by_peer[peer] += 1
-            self._watchers.add(watcher)
+            self._watchers[watcher] = None
             present = self.reader.position
         if for_replica and self._heartbeats is None:
             self._heartbeats = asyncio.create_task(self._beat(), name="watch-heartbeats")
@@ -106,7 +106,7 @@ class WatchService:
                 async for event in events:
                     yield event
         finally:
-            self._watchers.discard(watcher)
+            self._watchers.pop(watcher, None)
             self._by_peer[peer] -= 1
             if not self._by_peer[peer]:
                 del self._by_peer[peer]
