@@ -29,9 +29,9 @@ BLOCKS, BLOCK_TOKENS, CHUNK = 40, 16, 128
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
-    cluster.run("up", "--detach", "--arena-bytes", "256MiB", "--disk-bytes", "512MiB")
+    cluster.run("cluster", "up", "--detach", "--arena-bytes", "256MiB", "--disk-bytes", "512MiB")
     yield cluster
-    cluster.run("down")
+    cluster.run("cluster", "down")
 
 
 @pytest.fixture
