@@ -216,7 +216,7 @@ async def test_an_agent_dies_and_its_slots_come_back(cluster: CrashCluster, agen
     await run_store(session, engine.span(chain, range(_CHUNKS)))
     engine.clear()
     outcome = await run_load(session, engine.span(chain, range(_CHUNKS)))
-    assert outcome.failed == () and engine.holds(chain, range(_CHUNKS))
+    assert outcome.failed_chunks == () and engine.holds(chain, range(_CHUNKS))
     assert await session.close()
     engine.close()
     agent.kill()

@@ -61,7 +61,7 @@ async def test_a_killed_pagestore_leaves_matches_within_its_lease_and_engines_go
 
         await eventually(gone_at_the_agent)
         outcome = await run_load(session, engine.span(chain, range(CHUNKS)))
-        assert outcome.failed == tuple(range(CHUNKS)) and outcome.error is not None
+        assert outcome.failed_chunks == tuple(range(CHUNKS)) and outcome.error is not None
         assert await session.close()
         await index.close()
         engine.close()
