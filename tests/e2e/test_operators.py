@@ -194,7 +194,7 @@ def test_top_shows_the_traffic(old: Cluster) -> None:
     engine.start()
     try:
         seen = eventually_sync(traffic)
-        text = old.run("top", "--once", "--interval", "0.5")
+        text = old.run("top", "--once", "--interval", "500ms")
     finally:
         enough.set()
         engine.join()
