@@ -12,12 +12,12 @@ import typer
 from kvpool.client.pagestore_control import DrainProgress
 from kvpool.core.cluster import LiveNode, NodeInfo
 from kvpool.core.errors import KvPoolError
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed
 from kvpool_cli.options import duration_option
 from kvpool_cli.output import print_json, say, show
 from kvpool_cli.quantities import size
 from kvpool_cli.targets import (
-    Common,
     Target,
     describe,
     find_target,

@@ -13,13 +13,14 @@ import typer
 from kvpool.client.index import OpenedKeyspace
 from kvpool.core.errors import ExportRefused
 from kvpool.core.export_format import End, Manifest, key_check, mac_of
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
 from kvpool_cli.export_file import ExportReader, FileChunk
 from kvpool_cli.import_target import ImportTarget, Placed
 from kvpool_cli.output import print_json, show
 from kvpool_cli.progress import Progress
 from kvpool_cli.quantities import size
-from kvpool_cli.targets import Common, Target, find_target, open_index, run
+from kvpool_cli.targets import Target, find_target, open_index, run
 
 _BATCH_BYTES = 64 << 20
 

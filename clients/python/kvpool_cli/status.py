@@ -15,11 +15,11 @@ from kvpool.client.pagestore_control import PageStoreStatus
 from kvpool.core.cluster import LiveNode, NodeKind
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK
-from kvpool_cli.output import line, print_json, show, stack, table
+from kvpool_cli.output import line, natural, print_json, show, stack, table
 from kvpool_cli.quantities import size
-from kvpool_cli.targets import Common, Target, find_target, open_agent, open_index, open_pagestore, run, said
-from kvpool_cli.top_view import natural
+from kvpool_cli.targets import Target, find_target, open_agent, open_index, open_pagestore, run, said
 
 STATUS_VERSION = 1
 NODE_TIMEOUT_S = 2.0

@@ -20,10 +20,11 @@ from kvpool.client.pagestore_control import ListedChunk, PageStoreControl
 from kvpool.core.cluster import NodeKind
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool_cli import top_screen
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, CommandFailed, UsageFailed
 from kvpool_cli.options import duration_option
 from kvpool_cli.output import line, print_json, show, stack
-from kvpool_cli.targets import Common, Target, find_target, on_pagestores, open_index, run
+from kvpool_cli.targets import Target, find_target, on_pagestores, open_index, run
 from kvpool_cli.top_metrics import fetch_all
 from kvpool_cli.top_render import SORTS, render
 from kvpool_cli.top_view import Look, NodeLook, View, view

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from kvpool_cli.output import printable
+from kvpool_cli.output import natural, printable
 from kvpool_cli.quantities import size
-from kvpool_cli.top_view import SOURCES, Figures, HostRow, HotChain, View, natural
+from kvpool_cli.top_view import SOURCES, Figures, HostRow, HotChain, View
 
 SORTS = ("state", "name", "read", "write", "staging", "evicted")
 PLAIN, HEAD, BAD, DIM = "", "bold", "reverse red", "dim"  # styles of rich

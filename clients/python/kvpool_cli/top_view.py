@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.core.cluster import LiveNode, NodeKind
+from kvpool_cli.output import natural
 from kvpool_cli.top_metrics import Samples
 
 SOURCES = ("staging", "disk", "remote")
@@ -133,16 +133,6 @@ def view(before: Look, now: Look) -> View:
         hosts=sorted(hosts.values(), key=lambda row: natural(row.host)),
         hot=hot_chains(now.hot, now.keyspaces),
     )
-
-
-_DIGITS = frozenset("0123456789")
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """A key that puts host-2 before host-10."""
-    # Digits are compared as text of equal length: names come from nodes, and int() refuses very long numbers.
-    parts = re.split(r"([0-9]+)", name)
-    return [(len(part.lstrip("0")), part.lstrip("0")) if part[:1] in _DIGITS else (-1, part) for part in parts]
 
 
 def hot_chains(hot: Iterable[tuple[str, ListedChunk]], keyspaces: dict[bytes, str]) -> list[HotChain]:

@@ -9,9 +9,10 @@ from rich.cells import cell_len
 
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad, PageMetadata
+from kvpool_cli.output import natural
 from kvpool_cli.top_metrics import Samples, samples_from_text
 from kvpool_cli.top_render import BAD, SORTS, ordered, render
-from kvpool_cli.top_view import Look, NodeLook, View, natural, view
+from kvpool_cli.top_view import Look, NodeLook, View, view
 
 STORE, AGENT = "kvpool_pagestore_", "kvpool_gpuagent_"
 

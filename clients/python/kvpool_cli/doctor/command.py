@@ -13,6 +13,7 @@ from rich.console import RenderableType
 
 from kvpool.core.errors import KvPoolError
 from kvpool_cli.cluster import socket_dir
+from kvpool_cli.common import Common
 from kvpool_cli.doctor.cluster import examine_nodes, examine_packages, examine_status
 from kvpool_cli.doctor.finding import Finding, Level, bad, skipped
 from kvpool_cli.doctor.gpu import examine_gpu
@@ -24,7 +25,7 @@ from kvpool_cli.options import size_option
 from kvpool_cli.output import line, print_json, show, stack
 from kvpool_cli.state import read_state
 from kvpool_cli.status import read_status
-from kvpool_cli.targets import Common, Target, find_target, run, said
+from kvpool_cli.targets import Target, find_target, run, said
 
 _STYLES = {Level.OK: "green", Level.SKIPPED: "dim", Level.WARNING: "yellow", Level.BAD: "red"}
 _SIGNS = {Level.OK: "ok  ", Level.SKIPPED: "-   ", Level.WARNING: "WARN", Level.BAD: "BAD "}
