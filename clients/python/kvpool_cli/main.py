@@ -123,6 +123,7 @@ _COMMANDS = (
         "kvpool_cli.doctor.command:doctor",
         "kvpool doctor",
         "kvpool doctor --index index-0:7100 --redis redis://redis:6379/0 --arena-bytes 64GiB",
+        "kvpool doctor --canary --server http://host-0:8000 --second http://host-1:8000",
         short_help="Find what commonly goes wrong on this machine and in the cluster, with its remedy.",
     ),
     LazyCommand(

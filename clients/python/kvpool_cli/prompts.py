@@ -47,7 +47,7 @@ class TokenSource:
         if bool(self.tokenizer) == bool(self.server):
             raise UsageFailed("--text needs --tokenizer or --server, and not both")
         text = _text_of(self.text)
-        return [*found, _tokenized_by_server(self.server, text) if self.server else _tokenized(self.tokenizer, text)]
+        return [*found, tokenized_by_server(self.server, text) if self.server else _tokenized(self.tokenizer, text)]
 
 
 def _text_of(text: str) -> str:
@@ -75,7 +75,7 @@ def _tokenized(name: str, text: str) -> list[int]:
     return list(tokenizer.encode(text).ids)
 
 
-def _tokenized_by_server(url: str, text: str) -> list[int]:
+def tokenized_by_server(url: str, text: str) -> list[int]:
     """By /tokenize of vLLM or SGLang, special tokens as for a completion."""
     from http.client import HTTPException
     from urllib.request import Request, urlopen
