@@ -112,7 +112,7 @@ def check_ours(manifest: Manifest, end: End, opened: OpenedKeyspace) -> None:
     if key_check(opened.hash_key) != manifest.key_check:
         raise ExportRefused(
             "the file was exported under another tenant secret, so its chunks have other hashes than here; "
-            "give both clusters the same secret, or let engines compute the prefixes anew"
+            "give both clusters the same secret, or let engines compute the prefixes again"
         )
     if mac_of(opened.hash_key, end.digest, end.chunk_count, end.pages_bytes) != end.mac:
         raise ExportRefused("the file was not written by who knows the tenant secret (its MAC is wrong): it is forged")

@@ -16,7 +16,7 @@ class _PlainFlags:
     """-h is help; help shows flags without a value."""
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
-        """Of all commands."""
+        """The same for all commands."""
         return ["-h", "--help"]
 
     def get_params(self, ctx: Any) -> Any:

@@ -70,7 +70,7 @@ class Pinned:
 
     @property
     def page_count(self) -> int:
-        """Of all nodes."""
+        """Sum over all nodes."""
         return sum(answer for _, answer in self.answers if isinstance(answer, int))
 
     @property

@@ -111,5 +111,5 @@ def _checked(name: str, tokens: Any) -> list[int]:
         raise CommandFailed(f"{name} has no list of token ids")
     wrong = next((token for token in tokens if type(token) is not int or not 0 <= token < 1 << 32), None)
     if wrong is not None:
-        raise CommandFailed(f"{name}: {json.dumps(wrong)[:40]} is no token id (0 to 2**32 - 1)")
+        raise CommandFailed(f"{name}: {json.dumps(wrong)[:40]} is not a token id (0 to 2**32 - 1)")
     return tokens

@@ -44,8 +44,8 @@ def status(
         show(render(document))
     if check:
         return EXIT_FAILED if document["problems"] else EXIT_OK
-    well = document["store"]["reachable"] and not any(node["error"] for node in document["nodes"])
-    return EXIT_OK if well else EXIT_FAILED
+    healthy = document["store"]["reachable"] and not any(node["error"] for node in document["nodes"])
+    return EXIT_OK if healthy else EXIT_FAILED
 
 
 async def read_status(target: Target) -> dict[str, Any]:
@@ -129,7 +129,7 @@ async def _node(target: Target, node: LiveNode) -> dict[str, Any]:
 
 
 def _add_pagestore(document: dict[str, Any], status: PageStoreStatus) -> None:
-    """What the node itself says is newer than what it told the index with its last renewal."""
+    """What the node itself says is newer than what the index got with its last renewal."""
     document["arena"] = {
         "used_bytes": status.arena_used_bytes,
         "capacity_bytes": status.arena_capacity_bytes,

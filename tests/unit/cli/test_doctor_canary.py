@@ -111,7 +111,7 @@ def test_changed_kv_is_found(start: Start, capsys: pytest.CaptureFixture[str]) -
     pool: set[tuple[int, ...]] = set()
     code, document = doctor(capsys, "--server", start(Server(pool)), "--second", start(Server(pool, salt=7)))
     [finding] = document["findings"]
-    assert (code, finding["level"]) == (1, "bad")
+    assert (code, finding["level"]) == (1, "error")
     assert "differ" in finding["message"] and "from number 4 on" in finding["message"]
     assert "boundaries" not in finding["message"]
 

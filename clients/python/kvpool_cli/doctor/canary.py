@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from kvpool_cli.doctor.finding import Finding, bad, well
+from kvpool_cli.doctor.finding import Finding, failure, ok
 from kvpool_cli.errors import CommandFailed, UsageFailed
 from kvpool_cli.prompts import tokenized_by_server
 
@@ -29,20 +29,7 @@ _OUTPUT_TOKENS = 32
 _WAITS_S = (2.0, 5.0, 15.0)  # before the second server is asked: stores go on after an answer
 _TIMEOUT_S = 120.0
 _ANSWER_BYTES_MAX = 16 << 20
-_WORDS = (
-    "river",
-    "stone",
-    "paper",
-    "light",
-    "engine",
-    "garden",
-    "seven",
-    "market",
-    "winter",
-    "copper",
-    "letter",
-    "window",
-)
+_WORDS = ("river", "stone", "paper", "light", "engine", "garden", "seven", "market", "winter", "copper", "letter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +75,7 @@ def save(server: str, file: Path) -> Iterator[Finding]:
         file.write_text(json.dumps({"version": SAVE_VERSION, **asdict(reference)}) + "\n")
     except OSError as error:
         raise CommandFailed(f"{file} cannot be written: {error}") from error
-    yield well("canary", f"{server} computed {len(reference.prompt)} tokens; restart it and run with --expect {file}")
+    yield ok("canary", f"{server} computed {len(reference.prompt)} tokens; restart it and run with --expect {file}")
 
 
 def compute(server: str) -> Reference:
@@ -104,13 +91,13 @@ def compute(server: str) -> Reference:
 def compare(reference: Reference, server: str, answer: Answer) -> Finding:
     """What the two continuations say."""
     if answer.cached_tokens is None:
-        return bad(
+        return failure(
             "canary",
             f"{server} does not report cached tokens, so that this proves nothing",
             "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report",
         )
     if not answer.cached_tokens:
-        return bad(
+        return failure(
             "canary",
             f"{server} loaded nothing of what {reference.server} computed, so that this proves nothing",
             "check that both have kvpool's connector, one index, the same weights and KV cache settings",
@@ -118,12 +105,12 @@ def compare(reference: Reference, server: str, answer: Answer) -> Finding:
     where = f"{server} loaded {answer.cached_tokens} of {len(reference.prompt)} tokens"
     expected, got = reference.answer.tokens, answer.tokens
     if expected == got:
-        return well("canary", f"{where}; its greedy tokens are those of {reference.server}")
+        return ok("canary", f"{where}; its greedy tokens are those of {reference.server}")
     differing = next((at for at, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), None)
     at = min(len(expected), len(got)) if differing is None else differing
     own = reference.answer.cached_tokens
     rounding = "" if own == answer.cached_tokens else f" (boundaries differ, {own} there: rounding may be the cause)"
-    return bad(
+    return failure(
         "canary",
         f"{where}; its greedy tokens differ from those of {reference.server} from number {at} on{rounding}",
         "do not share KV between these servers: take the connector out, `kvpool cache clear` the keyspace, report it",

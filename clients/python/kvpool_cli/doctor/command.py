@@ -16,7 +16,7 @@ from kvpool_cli.cluster import socket_dir
 from kvpool_cli.common import Common
 from kvpool_cli.doctor import canary as canaries
 from kvpool_cli.doctor.cluster import examine_nodes, examine_packages, examine_status
-from kvpool_cli.doctor.finding import Finding, Level, bad, skipped
+from kvpool_cli.doctor.finding import Finding, Level, failure, skipped
 from kvpool_cli.doctor.gpu import examine_gpu
 from kvpool_cli.doctor.machine import Machine, examine_machine
 from kvpool_cli.doctor.redis_server import examine_redis
@@ -29,8 +29,8 @@ from kvpool_cli.status import read_status
 from kvpool_cli.targets import Target, find_target, run, said
 
 _CANARY = "Canary"
-_STYLES = {Level.OK: "green", Level.SKIPPED: "dim", Level.WARNING: "yellow", Level.BAD: "red"}
-_SIGNS = {Level.OK: "ok  ", Level.SKIPPED: "-   ", Level.WARNING: "WARN", Level.BAD: "BAD "}
+_STYLES = {Level.OK: "green", Level.SKIPPED: "dim", Level.WARNING: "yellow", Level.ERROR: "red"}
+_SIGNS = {Level.OK: "ok   ", Level.SKIPPED: "-    ", Level.WARNING: "WARN ", Level.ERROR: "ERROR"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def doctor(
     """Find what commonly goes wrong on this machine and in the cluster, with its remedy.
 
     Looks at this machine and, if one is named or runs here, at a cluster. Run it where a pagestore or an agent runs,
-    or will run. Exit code 1 if anything is bad.
+    or will run. Exit code 1 if there is an error.
 
     With --canary it asks OpenAI-compatible servers that have kvpool's connector for greedy tokens of one prompt: what
     --server computes, and --second or a restarted server loads, must be continued alike. Nothing loaded is an error.
@@ -84,7 +84,7 @@ def doctor(
         print_json(to_document(findings))
     else:
         show(render(findings, quiet=quiet))
-    return EXIT_FAILED if any(finding.level is Level.BAD for finding in findings) else EXIT_OK
+    return EXIT_FAILED if any(finding.level is Level.ERROR for finding in findings) else EXIT_OK
 
 
 def _canary_findings(
@@ -109,9 +109,9 @@ def examine(common: Common, here: Here) -> list[Finding]:
             target = find_target(common)
             document = run(read_status(target))
         except CommandFailed as error:
-            findings.append(bad("index", str(error), "start it, or name another by --index HOST:PORT"))
+            findings.append(failure("index", str(error), "start it, or name another by --index HOST:PORT"))
         except KvPoolError as error:  # it answered, or was not even asked
-            findings.append(bad("index", said(error), "mend that, or name another index by --index HOST:PORT"))
+            findings.append(failure("index", said(error), "mend that, or name another index by --index HOST:PORT"))
     else:
         findings.append(skipped("cluster", "no cluster runs here and none is named", "--index HOST:PORT"))
     stores = _pagestores_here(document, target)
@@ -167,14 +167,14 @@ def to_document(findings: Sequence[Finding]) -> dict[str, Any]:
     """The document of `--json`."""
     return {
         "version": 1,
-        "bad": sum(finding.level is Level.BAD for finding in findings),
+        "errors": sum(finding.level is Level.ERROR for finding in findings),
         "warnings": sum(finding.level is Level.WARNING for finding in findings),
         "findings": [
             {
                 "subject": finding.subject,
                 "level": finding.level.value,
                 "message": finding.message,
-                "cure": finding.cure,
+                "remediation": finding.remediation,
             }
             for finding in findings
         ],
@@ -189,8 +189,8 @@ def render(findings: Sequence[Finding], *, quiet: bool) -> RenderableType:
         if quiet and finding.level in (Level.OK, Level.SKIPPED):
             continue
         lines.append(line(f"{_SIGNS[finding.level]} {finding.subject:<18} {finding.message}", _STYLES[finding.level]))
-        if finding.cure:
-            lines.append(line(f"{'':>24}-> {finding.cure}"))
-    bad_count = sum(finding.level is Level.BAD for finding in findings)
+        if finding.remediation:
+            lines.append(line(f"{'':>25}-> {finding.remediation}"))
+    error_count = sum(finding.level is Level.ERROR for finding in findings)
     warnings = sum(finding.level is Level.WARNING for finding in findings)
-    return stack(*lines, f"{len(findings)} looked at: {bad_count} bad, {warnings} warnings")
+    return stack(*lines, f"{len(findings)} looked at: {error_count} errors, {warnings} warnings")
