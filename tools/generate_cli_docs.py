@@ -10,8 +10,8 @@ from pathlib import Path
 import typer
 from typer.cli import get_docs_for_click
 
+from kvpool_cli.common import COMMON_FLAGS
 from kvpool_cli.main import app
-from kvpool_cli.options import COMMON_FLAGS
 from tools import generated_page
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
@@ -21,8 +21,7 @@ _PATHS = re.compile(r"`(?:PosixPath|Path)\('?([^`']*)'?\)`")
 
 def commands_text() -> str:
     """A section for each command. The options that all have are in the first section only."""
-    root = typer.main.get_command(app)
-    text = get_docs_for_click(obj=root, ctx=typer.Context(root, info_name="kvpool"), name="kvpool")
+    text = get_docs_for_click(obj=app, ctx=typer.Context(app, info_name="kvpool"), name="kvpool")
     first, *sections = re.split(r"^(?=#+ `kvpool\b)", text, flags=re.MULTILINE)[1:]
     first = re.sub(r"^#", "##", first)
     return _PATHS.sub(r"`\1`", first + "".join(map(_own_options, sections)))

@@ -207,7 +207,7 @@ def test_top_shows_the_traffic(old: Cluster) -> None:
 def test_the_doctor_and_the_check_are_content_until_something_is_wrong(old: Cluster, tmp_path: Path) -> None:
     assert old.run("cluster", "status", "--check").startswith("ok: 2 pagestores, 2 agents")
     well = {finding["subject"]: finding["level"] for finding in old.json("doctor")["findings"]}
-    assert "bad" not in well.values(), well
+    assert "error" not in well.values(), well
     assert {well[subject] for subject in ("memory", "cluster", "reachable", "redis_policy", "pid_namespace")} == {"ok"}
 
     server = redis.Redis(unix_socket_path=str(socket_dir(old.state_dir) / "redis.sock"))
@@ -219,7 +219,9 @@ def test_the_doctor_and_the_check_are_content_until_something_is_wrong(old: Clus
         server.config_set("maxmemory", 0)
         server.config_set("maxmemory-policy", "noeviction")
         server.close()
-    wrong = {finding["subject"]: finding["cure"] for finding in document["findings"] if finding["level"] == "bad"}
+    wrong = {
+        finding["subject"]: finding["remediation"] for finding in document["findings"] if finding["level"] == "error"
+    }
     assert {"memory", "redis_policy"} <= set(wrong)
     assert "noeviction" in wrong["redis_policy"] and "smaller --arena-bytes" in wrong["memory"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvpool.client.pagestore_control import EvictPreview, PageStoreControl
 from kvpool.core.errors import KvPoolError
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK
 from kvpool_cli.evict import Previews, preview_document, render_preview, sum_previews
 from kvpool_cli.options import DryRun, OneKeyspace, Yes
 from kvpool_cli.output import confirm, print_json, show, table
 from kvpool_cli.targets import (
-    Common,
     Target,
     describe,
     find_target,

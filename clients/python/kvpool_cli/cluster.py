@@ -124,7 +124,7 @@ def plan_store(options: ClusterOptions) -> StorePlan:
     data_dir = options.state_dir.resolve() / "redis"
     # Nothing is saved: after a restart the pagestores announce what they hold, and that is the truth.
     command = (
-        *(sys.executable, "-m", "kvpool_cli.leash", str(os.getpid())),
+        *(sys.executable, "-m", "kvpool_cli.parent_death_guard", str(os.getpid())),
         *(binary, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--dir", str(data_dir)),
         *("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"),
     )

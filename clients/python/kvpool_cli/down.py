@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 from kvpool_cli.cluster import remove_socket_dir
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, CommandFailed
 from kvpool_cli.logs import log_dir
 from kvpool_cli.output import print_json, show
 from kvpool_cli.state import read_state, state_file
 from kvpool_cli.supervise import STOP_ORDER, STOP_TIMEOUT_S, end_leftovers
-from kvpool_cli.targets import Common
 
 _POLL_S = 0.05
 

@@ -12,12 +12,12 @@ import typer
 from kvpool.client.pagestore_control import DrainProgress
 from kvpool.core.cluster import LiveNode, NodeInfo
 from kvpool.core.errors import KvPoolError
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed
 from kvpool_cli.options import duration_option
 from kvpool_cli.output import print_json, say, show
 from kvpool_cli.quantities import size
 from kvpool_cli.targets import (
-    Common,
     Target,
     describe,
     find_target,
@@ -32,7 +32,7 @@ _SHOWN_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """How a drain, or the end of one, went. progress: the last that was told; error: why it did not go to its end."""
+    """How a drain, or the end of one, went. progress: the last report; error: why it did not go to its end."""
 
     node: LiveNode
     was_cancelled: bool
@@ -87,9 +87,9 @@ async def _drain(target: Target, name: str, cancel: bool, timeout_s: float | Non
     try:
         async with (
             open_pagestore(target, node.info.endpoint) as pagestore,
-            aclosing(pagestore.drain(cancel=cancel, timeout_s=timeout_s)) as told,
+            aclosing(pagestore.drain(cancel=cancel, timeout_s=timeout_s)) as reports,
         ):
-            async for progress in told:
+            async for progress in reports:
                 now_s = asyncio.get_running_loop().time()
                 if not cancel and not progress.done and now_s - shown_s >= _SHOWN_EVERY_S:
                     shown_s = now_s

@@ -12,13 +12,14 @@ from rich.console import RenderableType
 from kvpool.client.pagestore_control import EvictOutcome, EvictPreview, PageStoreControl
 from kvpool.core.cluster import LiveNode
 from kvpool.core.errors import KvPoolError, NotServed
-from kvpool_cli.chains import TokenSource, chain_of
+from kvpool_cli.chains import chain_of
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
 from kvpool_cli.options import DryRun, Keyspace, Node, Yes
 from kvpool_cli.output import confirm, print_json, show, stack, table
+from kvpool_cli.prompts import TokenSource
 from kvpool_cli.quantities import size
 from kvpool_cli.targets import (
-    Common,
     Target,
     find_target,
     keyspace_of_name,

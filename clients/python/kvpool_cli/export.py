@@ -17,16 +17,17 @@ from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import KvPoolError
 from kvpool.core.export_format import Manifest, key_check, pages_bytes
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
-from kvpool_cli.chains import TokenSource, chain_of
+from kvpool_cli.chains import chain_of
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed
 from kvpool_cli.export_file import ExportWriter
 from kvpool_cli.export_source import ListedPlan, PageFetcher, PlannedChunk, batches, plan_of_chain
 from kvpool_cli.options import Keyspace
 from kvpool_cli.output import print_json, say, show
 from kvpool_cli.progress import Progress
+from kvpool_cli.prompts import TokenSource
 from kvpool_cli.quantities import size
 from kvpool_cli.targets import (
-    Common,
     Target,
     describe_node,
     find_target,

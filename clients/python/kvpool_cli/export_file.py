@@ -69,7 +69,9 @@ class ExportReader:
         try:
             status = os.fstat(self._file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise CommandFailed(f"{path} is no regular file: it is read twice, so copy the bytes to a file first")
+                raise CommandFailed(
+                    f"{path} is not a regular file: it is read twice, so copy the bytes to a file first"
+                )
             self.size_bytes = status.st_size
             self.digest = new_digest()
             head = self._take(HEAD_BYTES)
@@ -156,11 +158,11 @@ def _check_replaceable(path: Path, partial: Path) -> None:
     if path.is_dir():
         raise CommandFailed(f"{path} is a directory; name a file in it")
     if _first_bytes(path) not in (None, MAGIC):
-        raise CommandFailed(f"{path} exists and is no export; the OUTPUT comes before the FILEs of tokens")
+        raise CommandFailed(f"{path} exists and is not an export; the OUTPUT comes before the FILEs of tokens")
     # It is cut off where it stops being ours, so a file that somebody else left under that name would be lost.
     begun = _first_bytes(partial)
     if begun is not None and not MAGIC.startswith(begun):
-        raise CommandFailed(f"{partial} exists and is no unfinished export; move it away, or name another OUTPUT")
+        raise CommandFailed(f"{partial} exists and is not an unfinished export; move it away, or name another OUTPUT")
 
 
 def _first_bytes(path: Path) -> bytes | None:
@@ -168,7 +170,7 @@ def _first_bytes(path: Path) -> bytes | None:
     if not path.exists():
         return None
     if not path.is_file():  # opening a pipe would wait for somebody to write
-        raise CommandFailed(f"{path} exists and is no regular file; name another")
+        raise CommandFailed(f"{path} exists and is not a regular file; name another")
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC))

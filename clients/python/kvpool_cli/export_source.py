@@ -139,7 +139,7 @@ class PageFetcher:
         with self._lock:
             self._closed = True
             clients = list(self._clients.values())
-        for client in clients:  # which ends what they read, so that nobody waits for a node that hangs
+        for client in clients:  # which ends what they read, so that no thread waits for a node that hangs
             client.close()
         self._threads.shutdown(cancel_futures=True)
 

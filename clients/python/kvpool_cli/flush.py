@@ -8,11 +8,11 @@ import typer
 
 from kvpool.client.pagestore_control import FlushOutcome, PageStoreControl
 from kvpool.core.errors import KvPoolError
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
 from kvpool_cli.options import OneKeyspace, duration_option
 from kvpool_cli.output import print_json, show, table
 from kvpool_cli.targets import (
-    Common,
     Target,
     describe,
     find_target,

@@ -13,13 +13,14 @@ import typer
 from kvpool.client.index import OpenedKeyspace
 from kvpool.core.errors import ExportRefused
 from kvpool.core.export_format import End, Manifest, key_check, mac_of
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
 from kvpool_cli.export_file import ExportReader, FileChunk
 from kvpool_cli.import_target import ImportTarget, Placed
 from kvpool_cli.output import print_json, show
 from kvpool_cli.progress import Progress
 from kvpool_cli.quantities import size
-from kvpool_cli.targets import Common, Target, find_target, open_index, run
+from kvpool_cli.targets import Target, find_target, open_index, run
 
 _BATCH_BYTES = 64 << 20
 
@@ -111,7 +112,7 @@ def check_ours(manifest: Manifest, end: End, opened: OpenedKeyspace) -> None:
     if key_check(opened.hash_key) != manifest.key_check:
         raise ExportRefused(
             "the file was exported under another tenant secret, so its chunks have other hashes than here; "
-            "give both clusters the same secret, or let engines compute the prefixes anew"
+            "give both clusters the same secret, or let engines compute the prefixes again"
         )
     if mac_of(opened.hash_key, end.digest, end.chunk_count, end.pages_bytes) != end.mac:
         raise ExportRefused("the file was not written by who knows the tenant secret (its MAC is wrong): it is forged")

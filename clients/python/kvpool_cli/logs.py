@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, CommandFailed
 from kvpool_cli.output import show
-from kvpool_cli.targets import Common
 
 _TAIL_BYTES = 1 << 20  # of one log at most: more than a person reads
 _FOLLOW_INTERVAL_S = 0.3

@@ -5,111 +5,134 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from kvpool import __version__
 from kvpool.core.errors import KvPoolError, StartupFailed
-from kvpool_cli.clear import clear
-from kvpool_cli.doctor.command import doctor
-from kvpool_cli.down import down
-from kvpool_cli.drain import drain
+from kvpool_cli.common import with_common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, CommandFailed
-from kvpool_cli.evict import evict
-from kvpool_cli.export import export
-from kvpool_cli.flush import flush
-from kvpool_cli.import_pages import import_pages
-from kvpool_cli.logs import logs
-from kvpool_cli.match import match
-from kvpool_cli.options import command, with_common
-from kvpool_cli.output import fail
-from kvpool_cli.pin import pin, unpin
-from kvpool_cli.pin_list import pins
-from kvpool_cli.policy import set_policy, show_policies
-from kvpool_cli.route import route
-from kvpool_cli.size import size
-from kvpool_cli.status import status
-from kvpool_cli.top import top
-from kvpool_cli.up import up
+from kvpool_cli.lazy import Group, LazyCommand, group
 
 _INTERRUPTED = 130  # what typer makes of Ctrl-C
 
-app = typer.Typer(
-    name="kvpool",
-    help="Share the KV cache of common prompt prefixes between LLM inference engines.",
-    epilog="Exit codes: 0 done; 1 failed, or something is wrong; 2 not understood, not confirmed, or could not start. "
-    "Options of the cluster and --json may stand anywhere.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _group(name: str, text: str) -> typer.Typer:
-    group = typer.Typer(help=text, no_args_is_help=True)
-    app.add_typer(group, name=name)
-    return group
-
-
-def _add(group: typer.Typer, name: str, function: Callable[..., int], *examples: str) -> None:
-    # Lines of an epilog are joined unless an empty one is between them.
-    group.command(name, epilog="\n\n".join(["Examples:", *examples]))(command(function))
-
-
-cluster = _group("cluster", "Start, end and look at a cluster.")
-cache = _group("cache", "What the cluster holds of prompts: find, keep, give up, carry over.")
-node = _group("node", "Nodes of the cluster.")
-policy = _group("policy", "What pagestores do with a keyspace: disk writes, staging, replicas, quota.")
-
-_add(
-    *(cluster, "up", up, "kvpool cluster up --pagestores 2"),
-    "kvpool cluster up --detach --arena-bytes 4GiB --disk-bytes 64GiB",
-)
-_add(cluster, "down", down, "kvpool cluster down")
-_add(cluster, "status", status, "kvpool cluster status", "kvpool cluster status --index index-0:7100 --check --json")
-_add(cluster, "logs", logs, "kvpool cluster logs", "kvpool cluster logs pagestore-0 -n 50")
-_add(
-    *(cache, "match", match, "kvpool cache match tokens.json --keyspace llama", "echo 1 2 3 | kvpool cache match -"),
-    "kvpool cache match --text @prompt.txt --server http://host:8000",
-)
-_add(cache, "route", route, "kvpool cache route tokens.json --keyspace llama --json")
-_add(
-    *(cache, "pin", pin, "kvpool cache pin system-prompt.json --keyspace llama --for 7d"),
-    "kvpool cache pin system-prompt.json --forever",
-)
-_add(cache, "unpin", unpin, "kvpool cache unpin system-prompt.json")
-_add(cache, "pins", pins, "kvpool cache pins --keyspace llama")
-_add(
-    *(cache, "evict", evict, "kvpool cache evict tokens.json --keyspace llama --from-token 2048"),
-    "kvpool cache evict --keyspace llama --whole-keyspace --staging-only --node host-3",
-)
-_add(cache, "clear", clear, "kvpool cache clear --dry-run", "kvpool cache clear --keyspace llama --yes")
-_add(cache, "flush", flush, "kvpool cache flush --timeout 2m")
-_add(
-    *(cache, "export", export, "kvpool cache export llama.kvpx --keyspace llama"),
-    "kvpool cache export prompts.kvpx system-a.json system-b.json --keyspace llama",
-)
-_add(
-    *(cache, "import", import_pages, "kvpool cache import llama.kvpx"),
-    "kvpool cache import llama.kvpx --copies 2 --digest 9f86d0...",
-    "kvpool cache import --verify-only llama.kvpx",
-)
-_add(node, "drain", drain, "kvpool node drain host-3", "kvpool node drain --cancel 5f3a")
-_add(
-    *(policy, "set", set_policy),
-    "kvpool policy set --keyspace llama --write-policy write-through --replicas 2 --quota 10GiB",
-)
-_add(policy, "show", show_policies, "kvpool policy show", "kvpool policy show --keyspace llama")
-_add(app, "top", top, "kvpool top", "kvpool top --index index-0:7100 --interval 5s", "kvpool top --once --json")
-_add(
-    *(app, "doctor", doctor, "kvpool doctor"),
-    "kvpool doctor --index index-0:7100 --redis redis://redis:6379/0 --arena-bytes 64GiB",
-)
-_add(
-    *(app, "size", size, "kvpool size config.json --arena-bytes 256GiB --disk-bytes 4TiB"),
-    "kvpool size --layers 61 --latent-dim 576",
+_COMMANDS = (
+    group(
+        "cluster",
+        "Start, end and look at a cluster.",
+        (
+            LazyCommand(
+                "up",
+                "kvpool_cli.up:up",
+                "kvpool cluster up --pagestores 2",
+                "kvpool cluster up --detach --arena-bytes 4GiB --disk-bytes 64GiB",
+            ),
+            LazyCommand("down", "kvpool_cli.down:down", "kvpool cluster down"),
+            LazyCommand(
+                "status",
+                "kvpool_cli.status:status",
+                "kvpool cluster status",
+                "kvpool cluster status --index index-0:7100 --check --json",
+            ),
+            LazyCommand("logs", "kvpool_cli.logs:logs", "kvpool cluster logs", "kvpool cluster logs pagestore-0 -n 50"),
+        ),
+    ),
+    group(
+        "cache",
+        "What the cluster holds of prompts: find, keep, give up, carry over.",
+        (
+            LazyCommand(
+                "match",
+                "kvpool_cli.match:match",
+                "kvpool cache match tokens.json --keyspace llama",
+                "echo 1 2 3 | kvpool cache match -",
+                "kvpool cache match --text @prompt.txt --server http://host:8000",
+            ),
+            LazyCommand("route", "kvpool_cli.route:route", "kvpool cache route tokens.json --keyspace llama --json"),
+            LazyCommand(
+                "pin",
+                "kvpool_cli.pin:pin",
+                "kvpool cache pin system-prompt.json --keyspace llama --for 7d",
+                "kvpool cache pin system-prompt.json --forever",
+            ),
+            LazyCommand("unpin", "kvpool_cli.pin:unpin", "kvpool cache unpin system-prompt.json"),
+            LazyCommand("pins", "kvpool_cli.pin_list:pins", "kvpool cache pins --keyspace llama"),
+            LazyCommand(
+                "evict",
+                "kvpool_cli.evict:evict",
+                "kvpool cache evict tokens.json --keyspace llama --from-token 2048",
+                "kvpool cache evict --keyspace llama --whole-keyspace --staging-only --node host-3",
+            ),
+            LazyCommand(
+                "clear",
+                "kvpool_cli.clear:clear",
+                "kvpool cache clear --dry-run",
+                "kvpool cache clear --keyspace llama --yes",
+            ),
+            LazyCommand("flush", "kvpool_cli.flush:flush", "kvpool cache flush --timeout 2m"),
+            LazyCommand(
+                "export",
+                "kvpool_cli.export:export",
+                "kvpool cache export llama.kvpx --keyspace llama",
+                "kvpool cache export prompts.kvpx system-a.json system-b.json --keyspace llama",
+            ),
+            LazyCommand(
+                "import",
+                "kvpool_cli.import_pages:import_pages",
+                "kvpool cache import llama.kvpx",
+                "kvpool cache import llama.kvpx --copies 2 --digest 9f86d0...",
+                "kvpool cache import --verify-only llama.kvpx",
+            ),
+        ),
+    ),
+    group(
+        "node",
+        "Nodes of the cluster.",
+        (
+            LazyCommand(
+                "drain", "kvpool_cli.drain:drain", "kvpool node drain host-3", "kvpool node drain --cancel 5f3a"
+            ),
+        ),
+    ),
+    group(
+        "policy",
+        "What pagestores do with a keyspace: disk writes, staging, replicas, quota.",
+        (
+            LazyCommand(
+                "set",
+                "kvpool_cli.policy:set_policy",
+                "kvpool policy set --keyspace llama --write-policy write-through --replicas 2 --quota 10GiB",
+            ),
+            LazyCommand(
+                "show", "kvpool_cli.policy:show_policies", "kvpool policy show", "kvpool policy show --keyspace llama"
+            ),
+        ),
+    ),
+    LazyCommand(
+        "top",
+        "kvpool_cli.top:top",
+        "kvpool top",
+        "kvpool top --index index-0:7100 --interval 5s",
+        "kvpool top --once --json",
+        short_help="Show continuously what the cluster does: tiers, bandwidth, hits, hosts, hot chains.",
+    ),
+    LazyCommand(
+        "doctor",
+        "kvpool_cli.doctor.command:doctor",
+        "kvpool doctor",
+        "kvpool doctor --index index-0:7100 --redis redis://redis:6379/0 --arena-bytes 64GiB",
+        "kvpool doctor --canary --server http://host-0:8000 --second http://host-1:8000",
+        short_help="Find what commonly goes wrong on this machine and in the cluster, with its remedy.",
+    ),
+    LazyCommand(
+        "size",
+        "kvpool_cli.size:size",
+        "kvpool size config.json --arena-bytes 256GiB --disk-bytes 4TiB",
+        "kvpool size --layers 61 --latent-dim 576",
+        short_help="Show what the KV of a model takes, and how many tokens a node holds.",
+    ),
 )
 
 
@@ -127,11 +150,25 @@ def options(
     """Share the KV cache of common prompt prefixes between LLM inference engines."""
 
 
-app.callback()(with_common(options))
+_app = typer.Typer(
+    name="kvpool",
+    cls=Group,
+    help="Share the KV cache of common prompt prefixes between LLM inference engines.",
+    epilog="Exit codes: 0 done; 1 failed, or something is wrong; 2 not understood, not confirmed, or could not start. "
+    "Options of the cluster and --json may stand anywhere.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+_app.callback()(with_common(options))
+app = typer.main.get_command(_app)
+assert isinstance(app, Group)
+app.commands = {str(each.name): each for each in _COMMANDS}
 
 
 def run_command(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code: 0 done, 1 failed, 2 not understood, not confirmed or could not start."""
+    from kvpool_cli.output import fail
+
     if isinstance(sys.stdout, io.TextIOWrapper):  # names come from elsewhere: any of them can be shown everywhere
         sys.stdout.reconfigure(errors="backslashreplace")
     as_json = "--json" in argv
@@ -157,6 +194,8 @@ def run_command(argv: Sequence[str]) -> int:
 
 def _not_understood(error: Exception, *, as_json: bool) -> int:
     """One line, with where to read on."""
+    from kvpool_cli.output import fail
+
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "kvpool"
     message = getattr(error, "format_message", lambda: str(error))()

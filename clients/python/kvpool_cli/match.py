@@ -13,11 +13,12 @@ from kvpool.core.chunks import chunk_hashes, group_head_index
 from kvpool.core.cluster import ChainQuery, Location, MatchRun, NodeInfo
 from kvpool.core.coverage import Coverage
 from kvpool.core.outcome import Tier
-from kvpool_cli.chains import TokenSource
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK
 from kvpool_cli.options import Keyspace
 from kvpool_cli.output import print_json, show, stack, table
-from kvpool_cli.targets import Common, Target, find_target, keyspace_of_name, open_index, run
+from kvpool_cli.prompts import TokenSource
+from kvpool_cli.targets import Target, find_target, keyspace_of_name, open_index, run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

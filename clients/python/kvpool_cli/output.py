@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from kvpool_cli.errors import EXIT_FAILED, NotConfirmed
 
+_DIGITS = frozenset("0123456789")
 _UNLIMITED_COLUMNS = 10_000  # where there is no terminal, lines are as long as they need to be
 
 
@@ -33,6 +35,13 @@ def _console(*, stderr: bool = False) -> Console:
 def printable(text: str) -> str:
     """Without what a terminal would obey: names come from nodes."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that puts host-2 before host-10."""
+    # Digits are compared as text of equal length: names come from nodes, and int() refuses very long numbers.
+    parts = re.split(r"([0-9]+)", name)
+    return [(len(part.lstrip("0")), part.lstrip("0")) if part[:1] in _DIGITS else (-1, part) for part in parts]
 
 
 def line(text: str, style: str = "") -> Text:

@@ -14,12 +14,14 @@ from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import LiveNode
 from kvpool.core.errors import KvPoolError
 from kvpool.core.retention import PINNED_FOREVER_US
-from kvpool_cli.chains import Chain, TokenSource, chain_of
+from kvpool_cli.chains import Chain, chain_of
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
 from kvpool_cli.options import Keyspace, duration_option
 from kvpool_cli.output import print_json, show, stack, table
 from kvpool_cli.pin_list import wall_time
-from kvpool_cli.targets import Common, Target, find_target, live_pagestores, on_pagestores, open_index, run, said
+from kvpool_cli.prompts import TokenSource
+from kvpool_cli.targets import Target, find_target, live_pagestores, on_pagestores, open_index, run, said
 
 CALL_TIMEOUT_S = 30.0
 _DEFAULT_S = 86_400.0
@@ -68,7 +70,7 @@ class Pinned:
 
     @property
     def page_count(self) -> int:
-        """Of all nodes."""
+        """Sum over all nodes."""
         return sum(answer for _, answer in self.answers if isinstance(answer, int))
 
     @property

@@ -9,10 +9,11 @@ from typing import Any
 from kvpool.client.pagestore_control import ListedChunk, PageStoreControl
 from kvpool.core.errors import KvPoolError
 from kvpool.core.retention import PINNED_FOREVER_US
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK
 from kvpool_cli.options import OneKeyspace
 from kvpool_cli.output import print_json, show, table
-from kvpool_cli.targets import Common, Target, find_target, live_pagestores, on_pagestores, open_index, run, said
+from kvpool_cli.targets import Target, find_target, live_pagestores, on_pagestores, open_index, run, said
 
 _LIST_TIMEOUT_S = 60.0
 

@@ -13,11 +13,12 @@ from kvpool.client.index import NamedKeyspace
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import KeyspacePolicy, StagingMode, WritePolicy, option_name, option_of
 from kvpool.core.retention import Retention
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, CommandFailed, UsageFailed
 from kvpool_cli.options import OneKeyspace, size_option
 from kvpool_cli.output import print_json, show, table
 from kvpool_cli.quantities import duration_from_text, size
-from kvpool_cli.targets import Common, Target, find_target, open_index, run
+from kvpool_cli.targets import Target, find_target, open_index, run
 
 OptionT = TypeVar("OptionT", WritePolicy, StagingMode)
 

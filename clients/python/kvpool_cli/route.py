@@ -9,11 +9,12 @@ from rich.console import RenderableType
 
 from kvpool.core.chunks import chunk_hashes
 from kvpool.core.cluster import ChainQuery, RouteAnswer
-from kvpool_cli.chains import TokenSource
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK
 from kvpool_cli.options import Keyspace
 from kvpool_cli.output import print_json, show, stack, table
-from kvpool_cli.targets import Common, Target, find_target, keyspace_of_name, open_index, run
+from kvpool_cli.prompts import TokenSource
+from kvpool_cli.targets import Target, find_target, keyspace_of_name, open_index, run
 
 
 def route(

@@ -15,11 +15,11 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.model import ENGINE_CHUNK_TOKENS
 from kvpool.core.sizing import KeyspaceSize, prepared_segment_bytes
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, CommandFailed
 from kvpool_cli.options import size_option
 from kvpool_cli.output import print_json, show
 from kvpool_cli.quantities import size as size_text
-from kvpool_cli.targets import Common
 
 ValueT = TypeVar("ValueT", Dtype, Codec)
 

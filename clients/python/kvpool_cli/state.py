@@ -18,7 +18,7 @@ DEFAULT_STATE_DIR = Path(".kvpool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """One process of the cluster. start_ticks (from /proc) tells it from a later process with the same pid."""
+    """One process of the cluster. start_ticks (from /proc) distinguishes it from a later process with the same pid."""
 
     name: str  # "index-0"
     role: str  # redis, index, pagestore or agent

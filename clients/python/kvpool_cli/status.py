@@ -15,11 +15,11 @@ from kvpool.client.pagestore_control import PageStoreStatus
 from kvpool.core.cluster import LiveNode, NodeKind
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK
-from kvpool_cli.output import line, print_json, show, stack, table
+from kvpool_cli.output import line, natural, print_json, show, stack, table
 from kvpool_cli.quantities import size
-from kvpool_cli.targets import Common, Target, find_target, open_agent, open_index, open_pagestore, run, said
-from kvpool_cli.top_view import natural
+from kvpool_cli.targets import Target, find_target, open_agent, open_index, open_pagestore, run, said
 
 STATUS_VERSION = 1
 NODE_TIMEOUT_S = 2.0
@@ -44,8 +44,8 @@ def status(
         show(render(document))
     if check:
         return EXIT_FAILED if document["problems"] else EXIT_OK
-    well = document["store"]["reachable"] and not any(node["error"] for node in document["nodes"])
-    return EXIT_OK if well else EXIT_FAILED
+    healthy = document["store"]["reachable"] and not any(node["error"] for node in document["nodes"])
+    return EXIT_OK if healthy else EXIT_FAILED
 
 
 async def read_status(target: Target) -> dict[str, Any]:
@@ -129,7 +129,7 @@ async def _node(target: Target, node: LiveNode) -> dict[str, Any]:
 
 
 def _add_pagestore(document: dict[str, Any], status: PageStoreStatus) -> None:
-    """What the node itself says is newer than what it told the index with its last renewal."""
+    """What the node itself says is newer than what the index got with its last renewal."""
     document["arena"] = {
         "used_bytes": status.arena_used_bytes,
         "capacity_bytes": status.arena_capacity_bytes,

@@ -121,7 +121,7 @@ class Supervisor:
 def end_leftovers(state: ClusterState) -> list[str]:
     """End what a killed `kvpool cluster up` has left behind; returns the names. The pids are checked by start time.
 
-    The kernel has told them to drain when their parent died, and a second signal would only cut that off. Those that
+    They have been draining since their parent died, and a second signal would only cut that off. Those that
     are not done soon are killed, which the services are made for.
     """
     left = [process for process in state.processes if process.alive()]

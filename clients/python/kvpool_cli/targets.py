@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvpool.client.config import ClientConfig
@@ -18,23 +17,13 @@ from kvpool.client.tls import TlsCredentials, tls_from_environment
 from kvpool.client.transfer import PageTransferClient
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool_cli.common import Common
 from kvpool_cli.errors import CommandFailed
-from kvpool_cli.state import DEFAULT_STATE_DIR, ClusterState, read_state
+from kvpool_cli.state import ClusterState, read_state
 
 ResultT = TypeVar("ResultT")
 
 CALL_TIMEOUT_S = 3.0  # a person waits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Common:
-    """The values of the options that every command has. index: empty for the cluster of the state directory."""
-
-    state_dir: Path = DEFAULT_STATE_DIR
-    index: str = ""
-    json: bool = False
-    tls: Mapping[str, str] = field(default_factory=dict)
-    argv: Sequence[str] = ()  # the whole command line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

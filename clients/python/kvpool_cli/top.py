@@ -20,13 +20,14 @@ from kvpool.client.pagestore_control import ListedChunk, PageStoreControl
 from kvpool.core.cluster import NodeKind
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool_cli import top_screen
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, CommandFailed, UsageFailed
 from kvpool_cli.options import duration_option
 from kvpool_cli.output import line, print_json, show, stack
-from kvpool_cli.targets import Common, Target, find_target, on_pagestores, open_index, run
+from kvpool_cli.targets import Target, find_target, on_pagestores, open_index, run
 from kvpool_cli.top_metrics import fetch_all
 from kvpool_cli.top_render import SORTS, render
-from kvpool_cli.top_view import Look, NodeLook, View, view
+from kvpool_cli.top_view import ClusterSnapshot, NodeSnapshot, View, view
 
 _HOT_CHUNKS = 256  # asked of each pagestore
 _HOT_TIMEOUT_S = 2.0
@@ -65,19 +66,19 @@ def top(
         return EXIT_OK
     if not sys.stdout.isatty() or not sys.stdin.isatty():
         raise UsageFailed("this is not a terminal; give --once, or --once --json")
-    with Looking(target, interval) as looking:
-        top_screen.show(looking.next, sort)
+    with SnapshotThread(target, interval) as snapshots:
+        top_screen.show(snapshots.next, sort)
     return EXIT_OK
 
 
 async def _once(target: Target, interval_s: float) -> View:
     async with open_index(target) as index:
-        before = await look(target, index)
+        before = await snapshot(target, index)
         await asyncio.sleep(interval_s)
-        return view(before, await look(target, index))
+        return view(before, await snapshot(target, index))
 
 
-async def look(target: Target, index: IndexClient) -> Look:
+async def snapshot(target: Target, index: IndexClient) -> ClusterSnapshot:
     """All that is asked for one frame. Raises what the index answers."""
     info = await index.get_info()
     nodes = await index.list_nodes() if info.store_reachable else []
@@ -91,13 +92,13 @@ async def look(target: Target, index: IndexClient) -> Look:
         fetch_all([node.info.metrics_url for node in nodes]), on_pagestores(target, pagestores, most_read)
     )
     silent = {node.info.node_id for node, got in hot if isinstance(got, ServiceUnavailable | DeadlineExceeded)}
-    return Look(
+    return ClusterSnapshot(
         at_s=time.monotonic(),
         index=target.index_endpoint,
         store=info.store,
         store_reachable=info.store_reachable,
         nodes=[
-            NodeLook(node=node, samples=metrics[node.info.metrics_url], is_silent=node.info.node_id in silent)
+            NodeSnapshot(node=node, samples=metrics[node.info.metrics_url], is_silent=node.info.node_id in silent)
             for node in nodes
         ],
         keyspaces={one.keyspace: one.name for one in keyspaces},
@@ -105,8 +106,8 @@ async def look(target: Target, index: IndexClient) -> Look:
     )
 
 
-class Looking:
-    """Looks in a thread of its own, so that keys are answered at once however slow a node is."""
+class SnapshotThread:
+    """Takes snapshots in a thread of its own, so that keys are answered at once however slow a node is."""
 
     def __init__(self, target: Target, interval_s: float) -> None:
         self._target = target
@@ -115,7 +116,7 @@ class Looking:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="top", daemon=True)
 
-    def __enter__(self) -> Looking:
+    def __enter__(self) -> SnapshotThread:
         self._thread.start()
         return self
 
@@ -132,27 +133,27 @@ class Looking:
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner, contextlib.suppress(asyncio.CancelledError):
-            runner.run(self._look_on())
+            runner.run(self._take_snapshots())
 
     def _end(self) -> None:
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
 
-    async def _look_on(self) -> None:
-        before: Look | None = None
+    async def _take_snapshots(self) -> None:
+        before: ClusterSnapshot | None = None
         while True:
             try:
                 async with open_index(self._target) as index:
                     while True:
-                        now = await look(self._target, index)
-                        self._tell(view(before or now, now))
+                        now = await snapshot(self._target, index)
+                        self._publish(view(before or now, now))
                         before = now
                         await asyncio.sleep(self._interval_s)
             except (CommandFailed, KvPoolError) as error:
-                self._tell(str(error))
+                self._publish(str(error))
                 await asyncio.sleep(self._interval_s)
 
-    def _tell(self, news: View | str) -> None:
+    def _publish(self, news: View | str) -> None:
         """Replace what was not shown yet."""
         while True:
             try:

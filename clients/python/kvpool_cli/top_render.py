@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from kvpool_cli.output import printable
+from kvpool_cli.output import natural, printable
 from kvpool_cli.quantities import size
-from kvpool_cli.top_view import SOURCES, Figures, HostRow, HotChain, View, natural
+from kvpool_cli.top_view import SOURCES, HostRow, HostStats, HotChain, View
 
 SORTS = ("state", "name", "read", "write", "staging", "evicted")
 PLAIN, HEAD, BAD, DIM = "", "bold", "reverse red", "dim"  # styles of rich
@@ -57,11 +57,11 @@ def ordered(hosts: Sequence[HostRow], sort: str) -> list[HostRow]:
     """Hosts as they are shown; the largest first where a figure decides, those in trouble where the state does."""
     keys: dict[str, Callable[[HostRow], Any]] = {
         "name": lambda row: 0.0,
-        "state": lambda row: (row.is_well, not row.states),
-        "read": lambda row: -sum(row.figures.read_bytes.values()),
-        "write": lambda row: -row.figures.write_bytes,
-        "staging": lambda row: -_share(row.figures.staging_used_bytes, row.figures.staging_capacity_bytes),
-        "evicted": lambda row: -sum(row.figures.evicted.values()),
+        "state": lambda row: (row.healthy, not row.states),
+        "read": lambda row: -sum(row.stats.read_bytes.values()),
+        "write": lambda row: -row.stats.write_bytes,
+        "staging": lambda row: -_share(row.stats.staging_used_bytes, row.stats.staging_capacity_bytes),
+        "evicted": lambda row: -sum(row.stats.evicted.values()),
     }
     first = keys[sort]
     return sorted(hosts, key=lambda row: (first(row), natural(row.host)))
@@ -105,7 +105,7 @@ def _tier(name: str, used_bytes: float, capacity_bytes: float, pages: float) -> 
     return f"{name:<8} [{bar}] {share:4.0%}  {size(used_bytes)} of {size(capacity_bytes)}, {pages:,.0f} pages"
 
 
-def _hits(total: Figures) -> str:
+def _hits(total: HostStats) -> str:
     share = total.hit_share
     asked = total.matched_chunks + total.unmatched_chunks
     if share is None:
@@ -135,24 +135,22 @@ def _host_lines(hosts: Sequence[HostRow], columns: int, sort: str) -> list[Line]
     )
     lines = [Line(head, HEAD)]
     for row in hosts:
-        figures = row.figures
+        stats = row.stats
         cells = [
-            f"{_share(figures.staging_used_bytes, figures.staging_capacity_bytes):.0%}" if row.pagestores else "-",
-            f"{_share(figures.disk_used_bytes, figures.disk_capacity_bytes):.0%}"
-            if figures.disk_capacity_bytes
-            else "-",
-            _rate(sum(figures.read_bytes.values())),
-            _rate(figures.write_bytes),
-            f"{sum(figures.evicted.values()):,.0f}",
+            f"{_share(stats.staging_used_bytes, stats.staging_capacity_bytes):.0%}" if row.pagestores else "-",
+            f"{_share(stats.disk_used_bytes, stats.disk_capacity_bytes):.0%}" if stats.disk_capacity_bytes else "-",
+            _rate(sum(stats.read_bytes.values())),
+            _rate(stats.write_bytes),
+            f"{sum(stats.evicted.values()):,.0f}",
         ]
         if wide:
-            tokens = sum(figures.tokens.values())
+            tokens = sum(stats.tokens.values())
             cells += [
-                f"{figures.staging_pages + figures.disk_pages:,.0f}",
-                f"{figures.sessions:,.0f}",
+                f"{stats.staging_pages + stats.disk_pages:,.0f}",
+                f"{stats.sessions:,.0f}",
                 f"{tokens:,.0f}",
             ]
-        style = PLAIN if row.is_well else BAD
+        style = PLAIN if row.healthy else BAD
         lines.append(Line(_columns(row.host, names, cells, ", ".join(row.states) or "ok"), style))
     return lines
 
@@ -160,8 +158,8 @@ def _host_lines(hosts: Sequence[HostRow], columns: int, sort: str) -> list[Line]
 def _columns(name: str, name_chars: int, cells: Sequence[str], state: str) -> str:
     shown = _short(name, name_chars)
     widths = (8, 5, 11, 11, 8, 11, 8, 10)  # the beginning of them on a narrow terminal
-    figures = "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
-    return f"{set_cell_size(shown, name_chars)}{figures}  {state}"
+    stats = "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
+    return f"{set_cell_size(shown, name_chars)}{stats}  {state}"
 
 
 def _short(name: str, cells: int) -> str:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.core.cluster import LiveNode, NodeKind
+from kvpool_cli.output import natural
 from kvpool_cli.top_metrics import Samples
 
 SOURCES = ("staging", "disk", "remote")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLook:
+class NodeSnapshot:
     """One node at one moment. samples: its /metrics; None where they cannot be had."""
 
     node: LiveNode
@@ -23,21 +23,21 @@ class NodeLook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ClusterSnapshot:
     """A cluster at one moment. hot: chunks that are read most, with the host that says so."""
 
     at_s: float  # of a monotonic clock
     index: str
     store: str
     store_reachable: bool
-    nodes: Sequence[NodeLook] = ()
+    nodes: Sequence[NodeSnapshot] = ()
     keyspaces: dict[bytes, str] = field(default_factory=dict)  # names, by id
     hot: Sequence[tuple[str, ListedChunk]] = ()
 
 
 @dataclass(slots=True, kw_only=True)
-class Figures:
-    """Of a host, or of all together. Rates are per second; negative ones do not occur."""
+class HostStats:
+    """Counters and gauges of one host, or of all. Rates are per second; negative ones do not occur."""
 
     staging_used_bytes: int = 0
     staging_capacity_bytes: int = 0
@@ -68,11 +68,11 @@ class HostRow:
     """One host: its pagestores and agents together. states: what an operator should know."""
 
     host: str
-    figures: Figures
+    stats: HostStats
     pagestores: int = 0
     agents: int = 0
     states: list[str] = field(default_factory=list)
-    is_well: bool = True
+    healthy: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,35 +95,35 @@ class View:
     store: str
     store_reachable: bool
     interval_s: float
-    total: Figures
+    total: HostStats
     hosts: list[HostRow]
     hot: list[HotChain]
 
 
-def view(before: Look, now: Look) -> View:
+def view(before: ClusterSnapshot, now: ClusterSnapshot) -> View:
     """What changed between two looks, and what is now; hosts in the order of their names, numbers in them by value."""
     elapsed_s = max(now.at_s - before.at_s, 1e-3)
-    earlier = {look.node.info.node_id: look for look in before.nodes}
+    earlier = {snapshot.node.info.node_id: snapshot for snapshot in before.nodes}
     hosts: dict[str, HostRow] = {}
     with_agent = {
-        look.node.info.host_id
-        for look in now.nodes
-        if look.node.info.kind is NodeKind.AGENT and look.samples is not None
+        snapshot.node.info.host_id
+        for snapshot in now.nodes
+        if snapshot.node.info.kind is NodeKind.AGENT and snapshot.samples is not None
     }
-    for look in now.nodes:
-        host = look.node.info.host_id
-        row = hosts.setdefault(host, HostRow(host=host, figures=Figures()))
-        known = earlier.get(look.node.info.node_id)
-        rates = _rates(known, look, elapsed_s)
-        if look.node.info.kind is NodeKind.PAGESTORE:
+    for snapshot in now.nodes:
+        host = snapshot.node.info.host_id
+        row = hosts.setdefault(host, HostRow(host=host, stats=HostStats()))
+        known = earlier.get(snapshot.node.info.node_id)
+        rates = _counter_rates(known, snapshot, elapsed_s)
+        if snapshot.node.info.kind is NodeKind.PAGESTORE:
             row.pagestores += 1
-            _add_pagestore(row, look, rates, counts_reads=host not in with_agent)
+            _add_pagestore(row, snapshot, rates, counts_reads=host not in with_agent)
         else:
             row.agents += 1
-            _add_agent(row, look, rates)
-    total = Figures()
+            _add_agent(row, snapshot, rates)
+    total = HostStats()
     for row in hosts.values():
-        _sum(total, row.figures)
+        _sum(total, row.stats)
     return View(
         index=now.index,
         store=now.store,
@@ -133,16 +133,6 @@ def view(before: Look, now: Look) -> View:
         hosts=sorted(hosts.values(), key=lambda row: natural(row.host)),
         hot=hot_chains(now.hot, now.keyspaces),
     )
-
-
-_DIGITS = frozenset("0123456789")
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """A key that puts host-2 before host-10."""
-    # Digits are compared as text of equal length: names come from nodes, and int() refuses very long numbers.
-    parts = re.split(r"([0-9]+)", name)
-    return [(len(part.lstrip("0")), part.lstrip("0")) if part[:1] in _DIGITS else (-1, part) for part in parts]
 
 
 def hot_chains(hot: Iterable[tuple[str, ListedChunk]], keyspaces: dict[bytes, str]) -> list[HotChain]:
@@ -167,8 +157,8 @@ def hot_chains(hot: Iterable[tuple[str, ListedChunk]], keyspaces: dict[bytes, st
 Rates = dict[tuple[str, str], float]
 
 
-def _rates(before: NodeLook | None, now: NodeLook, elapsed_s: float) -> Rates:
-    """By how much counters rose a second. One that went back has started anew: what it shows is what it rose by."""
+def _counter_rates(before: NodeSnapshot | None, now: NodeSnapshot, elapsed_s: float) -> Rates:
+    """By how much counters rose a second. A counter that was reset counts from 0."""
     if before is None or before.samples is None or now.samples is None:
         return {}
     rates: Rates = {}
@@ -178,36 +168,36 @@ def _rates(before: NodeLook | None, now: NodeLook, elapsed_s: float) -> Rates:
     return rates
 
 
-def _add_pagestore(row: HostRow, look: NodeLook, rates: Rates, *, counts_reads: bool) -> None:
-    figures, load, prefix = row.figures, look.node.load, "kvpool_pagestore_"
-    samples = look.samples or {}
+def _add_pagestore(row: HostRow, snapshot: NodeSnapshot, rates: Rates, *, counts_reads: bool) -> None:
+    stats, load, prefix = row.stats, snapshot.node.load, "kvpool_pagestore_"
+    samples = snapshot.samples or {}
     gauge = {name: samples.get((f"{prefix}{name}", "")) for name in _GAUGES}
-    figures.staging_used_bytes += _first(gauge["arena_used_bytes"], load.arena_used_bytes)
-    figures.staging_capacity_bytes += _first(gauge["arena_capacity_bytes"], load.arena_capacity_bytes)
-    figures.disk_used_bytes += _first(gauge["disk_used_bytes"], load.disk_used_bytes)
-    figures.disk_capacity_bytes += _first(gauge["disk_capacity_bytes"], load.disk_capacity_bytes)
-    figures.staging_pages += gauge["staging_pages"] or 0
-    figures.disk_pages += gauge["disk_pages"] or 0
-    figures.dirty_bytes += gauge["arena_dirty_bytes"] or 0
-    figures.write_bytes += rates.get((f"{prefix}committed_bytes_total", ""), 0.0)
+    stats.staging_used_bytes += _first(gauge["arena_used_bytes"], load.arena_used_bytes)
+    stats.staging_capacity_bytes += _first(gauge["arena_capacity_bytes"], load.arena_capacity_bytes)
+    stats.disk_used_bytes += _first(gauge["disk_used_bytes"], load.disk_used_bytes)
+    stats.disk_capacity_bytes += _first(gauge["disk_capacity_bytes"], load.disk_capacity_bytes)
+    stats.staging_pages += gauge["staging_pages"] or 0
+    stats.disk_pages += gauge["disk_pages"] or 0
+    stats.dirty_bytes += gauge["arena_dirty_bytes"] or 0
+    stats.write_bytes += rates.get((f"{prefix}committed_bytes_total", ""), 0.0)
     for source in SOURCES if counts_reads else ():  # engines without an agent read from pagestores themselves
-        figures.read_bytes[source] += rates.get((f"{prefix}acquired_bytes_total", source), 0.0)
-    for tier in figures.evicted:
-        figures.evicted[tier] += rates.get((f"{prefix}evicted_pages_total", tier), 0.0)
-    figures.corrupt_pages += sum(
+        stats.read_bytes[source] += rates.get((f"{prefix}acquired_bytes_total", source), 0.0)
+    for tier in stats.evicted:
+        stats.evicted[tier] += rates.get((f"{prefix}evicted_pages_total", tier), 0.0)
+    stats.corrupt_pages += sum(
         rate for (name, _), rate in rates.items() if name == f"{prefix}verification_failures_total"
     )
     if counts_reads:
-        figures.sessions += gauge["sessions"] or 0
+        stats.sessions += gauge["sessions"] or 0
     if gauge["disk_faulty"]:
         _trouble(row, "DISK OFF" if gauge["disk_state"] == 2 else "DISK READ-ONLY")
-    if look.is_silent:
+    if snapshot.is_silent:
         _trouble(row, "NO ANSWER")
-    if look.node.info.draining:
+    if snapshot.node.info.draining:
         row.states.append("draining")
     if gauge["arena_quarantined_bytes"]:
         row.states.append("quarantine")
-    _reachable(row, look)
+    _reachable(row, snapshot)
 
 
 _GAUGES = (
@@ -216,39 +206,39 @@ _GAUGES = (
 )
 
 
-def _add_agent(row: HostRow, look: NodeLook, rates: Rates) -> None:
-    figures, prefix = row.figures, "kvpool_gpuagent_"
+def _add_agent(row: HostRow, snapshot: NodeSnapshot, rates: Rates) -> None:
+    stats, prefix = row.stats, "kvpool_gpuagent_"
     for source in SOURCES:
-        figures.read_bytes[source] += rates.get((f"{prefix}loaded_bytes_total", source), 0.0)
-        figures.tokens[source] += rates.get((f"{prefix}loaded_tokens_total", source), 0.0)
-    figures.sessions += (look.samples or {}).get((f"{prefix}sessions", ""), 0.0)
-    figures.unmatched_chunks += rates.get((f"{prefix}unmatched_chunks_total", ""), 0.0)
+        stats.read_bytes[source] += rates.get((f"{prefix}loaded_bytes_total", source), 0.0)
+        stats.tokens[source] += rates.get((f"{prefix}loaded_tokens_total", source), 0.0)
+    stats.sessions += (snapshot.samples or {}).get((f"{prefix}sessions", ""), 0.0)
+    stats.unmatched_chunks += rates.get((f"{prefix}unmatched_chunks_total", ""), 0.0)
     for (name, _), rate in rates.items():
         if name == f"{prefix}matched_chunks_total":
-            figures.matched_chunks += rate
+            stats.matched_chunks += rate
         elif name == f"{prefix}failed_chunks_total":
-            figures.failed_chunks += rate
+            stats.failed_chunks += rate
         elif name == f"{prefix}verification_failures_total":
-            figures.corrupt_pages += rate
-    _reachable(row, look)
+            stats.corrupt_pages += rate
+    _reachable(row, snapshot)
 
 
-def _reachable(row: HostRow, look: NodeLook) -> None:
-    if look.samples is None and "no metrics" not in row.states:
+def _reachable(row: HostRow, snapshot: NodeSnapshot) -> None:
+    if snapshot.samples is None and "no metrics" not in row.states:
         row.states.append("no metrics")
 
 
 def _trouble(row: HostRow, state: str) -> None:
     row.states.append(state)
-    row.is_well = False
+    row.healthy = False
 
 
 def _first(value: float | None, otherwise: int) -> int:
     return otherwise if value is None else int(value)
 
 
-def _sum(total: Figures, part: Figures) -> None:
-    for name in Figures.__slots__:
+def _sum(total: HostStats, part: HostStats) -> None:
+    for name in HostStats.__slots__:
         value = getattr(part, name)
         if isinstance(value, dict):
             mine = getattr(total, name)

@@ -17,13 +17,13 @@ from rich.console import RenderableType
 from kvpool.core.errors import StartupFailed
 from kvpool_cli.child import READY_TIMEOUT_S
 from kvpool_cli.cluster import ClusterOptions, check_gpus, visible_gpus
+from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed
 from kvpool_cli.logs import last_lines, log_dir
 from kvpool_cli.options import duration_option, size_option
 from kvpool_cli.output import fail, print_json, say, show, stack, table
 from kvpool_cli.state import ClusterState, StateLock, read_state, state_file
 from kvpool_cli.supervise import Supervisor, end_leftovers
-from kvpool_cli.targets import Common
 
 
 class Device(StrEnum):

@@ -10,8 +10,8 @@ from threading import Thread
 
 import pytest
 
-from kvpool_cli.chains import TokenSource
 from kvpool_cli.errors import CommandFailed, UsageFailed
+from kvpool_cli.prompts import TokenSource
 
 
 class Tokenize(BaseHTTPRequestHandler):

@@ -80,11 +80,12 @@ def test_waiting_ends_when_asked_to(tmp_path: Path) -> None:
             child.wait_ready(lambda: True)
 
 
-def test_a_leashed_program_ends_with_its_parent(tmp_path: Path) -> None:
-    # A parent that starts the leash and says its pid, and that we kill.
+def test_a_guarded_program_ends_with_its_parent(tmp_path: Path) -> None:
+    # A parent that starts the guard and says its pid, and that we kill.
     script = (
         "import os, subprocess, sys\n"
-        "p = subprocess.Popen([sys.executable, '-m', 'kvpool_cli.leash', str(os.getpid()), '/bin/sleep', '600'])\n"
+        "p = subprocess.Popen([sys.executable, '-m', 'kvpool_cli.parent_death_guard', str(os.getpid()),"
+        " '/bin/sleep', '600'])\n"
         "print(p.pid, flush=True)\n"
         "p.wait()\n"
     )
@@ -98,8 +99,8 @@ def test_a_leashed_program_ends_with_its_parent(tmp_path: Path) -> None:
     eventually_sync(lambda: start_ticks(pid) == 0)
 
 
-def test_a_leash_without_its_parent_starts_nothing(tmp_path: Path) -> None:
+def test_a_guard_without_its_parent_starts_nothing(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    command = [sys.executable, "-m", "kvpool_cli.leash", str(os.getppid()), "/bin/touch", str(marker)]
+    command = [sys.executable, "-m", "kvpool_cli.parent_death_guard", str(os.getppid()), "/bin/touch", str(marker)]
     assert subprocess.run(command, check=False).returncode == 1
     assert not marker.exists()

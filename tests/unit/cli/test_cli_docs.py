@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from kvpool_cli.main import app
 from tools import generate_cli_docs
 
 REPOSITORY = Path(__file__).parents[3]
-ROOT: Any = typer.main.get_command(app)
+ROOT: Any = app
 
 
 def test_the_page_is_current() -> None:

@@ -125,7 +125,7 @@ def test_every_process_ends_with_us(tmp_path: Path) -> None:
     plans = [plan_index(options, store), plan_pagestore(options, 0, "h:1"), plan_agent(options, 0, "h:1")]
     assert all(value_of(plan.command, "--parent-pid") == str(os.getpid()) for plan in plans)
     if store.process is not None:
-        assert store.process.command[1:4] == ("-m", "kvpool_cli.leash", str(os.getpid()))
+        assert store.process.command[1:4] == ("-m", "kvpool_cli.parent_death_guard", str(os.getpid()))
 
 
 def test_a_cluster_speaks_tls_only_when_told_and_then_all_of_it(tmp_path: Path) -> None:

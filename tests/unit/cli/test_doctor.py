@@ -1,4 +1,4 @@
-"""Planted faults are found, with their cure; what is well is not complained of."""
+"""Planted faults are found, with their remediation; what is well is not complained of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from kvpool_cli.doctor import cluster
 from kvpool_cli.doctor.cluster import examine_nodes, examine_packages, examine_status
 from kvpool_cli.doctor.command import render, to_document
-from kvpool_cli.doctor.finding import Finding, Level, bad, skipped, warning, well
+from kvpool_cli.doctor.finding import Finding, Level, failure, ok, skipped, warning
 from kvpool_cli.doctor.gpu import examine_gpu
 from kvpool_cli.doctor.machine import Machine, descriptors, kernel, memory
 from kvpool_cli.doctor.redis_server import examine_redis, examine_server
@@ -54,11 +54,12 @@ def test_memory_that_is_not_there_is_bad(tmp_path: Path) -> None:
     small, large = (Machine(root=root, arena_bytes=size) for size in (GIB, 8 * GIB))
     assert levels(list(memory(small))) == {"memory": Level.OK, "cgroup": Level.OK, "swap": Level.WARNING}
     assert levels(list(memory(Machine(root=root)))) == {"memory": Level.SKIPPED, "swap": Level.WARNING}
-    assert levels(list(memory(large))) == {"memory": Level.BAD, "cgroup": Level.BAD, "swap": Level.WARNING}
+    assert levels(list(memory(large))) == {"memory": Level.ERROR, "cgroup": Level.ERROR, "swap": Level.WARNING}
 
 
 @pytest.mark.parametrize(
-    ("limit", "level"), [(256, Level.BAD), (4096, Level.WARNING), (resource.RLIM_INFINITY, Level.OK), (65536, Level.OK)]
+    ("limit", "level"),
+    [(256, Level.ERROR), (4096, Level.WARNING), (resource.RLIM_INFINITY, Level.OK), (65536, Level.OK)],
 )
 def test_few_descriptors_are_told_of(limit: int, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
@@ -75,7 +76,7 @@ def test_a_kernel_that_gets_in_the_way_is_told_of(tmp_path: Path) -> None:
         sys__kernel__mm__transparent_hugepage__shmem_enabled="always within_size advise [never] deny force\n",
     )
     assert levels(list(kernel(Machine(root=root)))) == {
-        "kernel": Level.BAD,
+        "kernel": Level.ERROR,
         "max_map_count": Level.WARNING,
         "huge_pages": Level.OK,
         "thp_always": Level.WARNING,
@@ -92,7 +93,7 @@ def test_gpus_that_cannot_be_shared_are_told_of(tmp_path: Path, monkeypatch: pyt
     root = fake_root(tmp_path, dev__nvidia0="", proc__sys__kernel__yama__ptrace_scope="3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = levels(list(examine_gpu(Machine(root=root), [])))
-    assert found["gpu"] is Level.BAD and found["ptrace"] is Level.WARNING and found["driver"] is Level.WARNING
+    assert found["gpu"] is Level.ERROR and found["ptrace"] is Level.WARNING and found["driver"] is Level.WARNING
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert levels(list(examine_gpu(Machine(root=root), [])))["gpu"] is Level.OK
 
@@ -104,13 +105,13 @@ def test_an_agent_that_is_gone_or_in_another_namespace_is_told_of(tmp_path: Path
         listener.listen()
         assert levels(list(examine_gpu(Machine(root=tmp_path), [str(path)])))["pid_namespace"] is Level.OK
     found = [one for one in examine_gpu(Machine(root=tmp_path), [str(path)]) if one.subject == "pid_namespace"]
-    assert found[0].level is Level.BAD and "shareProcessNamespace" in found[0].cure
+    assert found[0].level is Level.ERROR and "shareProcessNamespace" in found[0].remediation
 
 
 def test_a_disk_without_room_is_bad(tmp_path: Path) -> None:
-    assert levels(list(examine_directory(tmp_path, 1 << 60)))["disk_space"] is Level.BAD
+    assert levels(list(examine_directory(tmp_path, 1 << 60)))["disk_space"] is Level.ERROR
     assert levels(list(examine_directory(tmp_path, 4096)))["disk_space"] is Level.OK
-    assert levels(list(examine_directory(tmp_path / "none", 1)))["data_dir"] is Level.BAD
+    assert levels(list(examine_directory(tmp_path / "none", 1)))["data_dir"] is Level.ERROR
     assert not os.listdir(tmp_path), "nothing is left behind"
 
 
@@ -158,13 +159,13 @@ class ScriptedRedis:
     [
         (ScriptedRedis(), "redis_policy", Level.OK),
         (ScriptedRedis(maxmemory_policy="allkeys-lru"), "redis_policy", Level.WARNING),
-        (ScriptedRedis(maxmemory_policy="allkeys-lru", maxmemory=10), "redis_policy", Level.BAD),
-        (ScriptedRedis(maxmemory=10, used_memory=9), "redis_memory", Level.BAD),
+        (ScriptedRedis(maxmemory_policy="allkeys-lru", maxmemory=10), "redis_policy", Level.ERROR),
+        (ScriptedRedis(maxmemory=10, used_memory=9), "redis_memory", Level.ERROR),
         (ScriptedRedis(save=""), "redis_persistence", Level.WARNING),
         (ScriptedRedis(save="", aof_enabled=1), "redis_persistence", Level.OK),
-        (ScriptedRedis(rdb_last_bgsave_status="err"), "redis_persistence", Level.BAD),
-        (ScriptedRedis(redis_version="5.0.7"), "redis_version", Level.BAD),
-        (ScriptedRedis(skew_s=60.0), "clock", Level.BAD),
+        (ScriptedRedis(rdb_last_bgsave_status="err"), "redis_persistence", Level.ERROR),
+        (ScriptedRedis(redis_version="5.0.7"), "redis_version", Level.ERROR),
+        (ScriptedRedis(skew_s=60.0), "clock", Level.ERROR),
         (ScriptedRedis(), "clock", Level.OK),
     ],
 )
@@ -174,8 +175,8 @@ def test_a_redis_that_would_lose_what_it_is_told_is_told_of(redis: ScriptedRedis
 
 def test_a_redis_that_does_not_answer_is_bad_and_no_password_is_shown() -> None:
     (found,) = examine_redis("redis://:secret@127.0.0.1:1/0")
-    assert found.level is Level.BAD and "secret" not in found.message
-    assert next(iter(examine_redis("redis+sentinel://:secret@127.0.0.1:1/main"))).level is Level.BAD
+    assert found.level is Level.ERROR and "secret" not in found.message
+    assert next(iter(examine_redis("redis+sentinel://:secret@127.0.0.1:1/main"))).level is Level.ERROR
 
 
 def node(**changes: Any) -> dict[str, Any]:
@@ -202,11 +203,11 @@ def test_addresses_are_tried_and_must_mean_the_same_elsewhere(listening: str, mo
     assert levels(alone) == {"reachable": Level.OK, "clock": Level.SKIPPED}
     both = [node(endpoint=listening), node(endpoint=listening, bulk_endpoint="127.0.0.1:1", host_id="host-1")]
     found = asyncio.run(examine_nodes(both, is_embedded=False))
-    assert levels(found)["advertised"] is Level.BAD and levels(found)["reachable"] is Level.BAD
+    assert levels(found)["advertised"] is Level.ERROR and levels(found)["reachable"] is Level.ERROR
     assert "advertised" not in levels(asyncio.run(examine_nodes(both, is_embedded=True)))
 
 
-@pytest.mark.parametrize(("skew_s", "level"), [(0.4, Level.OK), (-40.0, Level.BAD), (None, Level.SKIPPED)])
+@pytest.mark.parametrize(("skew_s", "level"), [(0.4, Level.OK), (-40.0, Level.ERROR), (None, Level.SKIPPED)])
 def test_clocks_are_compared(skew_s: float | None, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "clock_skew_s", lambda url: skew_s)
     found = asyncio.run(examine_nodes([node(endpoint="", metrics_url="http://x/metrics")], is_embedded=False))
@@ -230,7 +231,7 @@ def test_problems_and_versions_of_a_cluster_are_told() -> None:
         "nodes": [],
         "problems": ["pagestore ab: its disk tier is off"],
     }
-    assert levels(list(examine_status(document)))["cluster"] is Level.BAD
+    assert levels(list(examine_status(document)))["cluster"] is Level.ERROR
     document |= {"problems": [], "index": {"version": "9.0.0"}}
     assert levels(list(examine_status(document))) == {"cluster": Level.OK, "version": Level.WARNING}
 
@@ -239,24 +240,24 @@ def test_packages_that_are_missing_or_old_are_told_of(monkeypatch: pytest.Monkey
     assert levels(list(examine_packages()))["packages"] in (Level.OK, Level.SKIPPED)
     monkeypatch.setattr(cluster, "requires", lambda name: ["grpcio>=999.1", "not-there>=1", 'x>=1; extra == "y"'])
     (found,) = examine_packages()
-    assert found.level is Level.BAD and "grpcio" in found.message and "not-there is missing" in found.message
+    assert found.level is Level.ERROR and "grpcio" in found.message and "not-there is missing" in found.message
 
 
 def test_findings_are_told_the_worst_last() -> None:
     findings = [
-        bad("b", "is bad", "mend it"),
-        well("a", "is well"),
+        failure("b", "is bad", "mend it"),
+        ok("a", "is well"),
         warning("w", "is slow", "hurry"),
         skipped("s", "?"),
     ]
     lines = as_text(render(findings, quiet=False)).splitlines()
-    assert lines[0].startswith("ok") and "-> mend it" in lines[-2] and lines[-1].startswith("4 looked at: 1 bad")
+    assert lines[0].startswith("ok") and "-> mend it" in lines[-2] and lines[-1].startswith("4 looked at: 1 errors")
     assert "is well" not in as_text(render(findings, quiet=True))
-    assert to_document(findings)["bad"] == 1
+    assert to_document(findings)["errors"] == 1
 
 
 def test_a_machine_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--state-dir", str(tmp_path), "doctor", "--json", "--arena-bytes", "1024TiB"]) == 1
     document = json.loads(capsys.readouterr().out)
     found = {finding["subject"]: finding["level"] for finding in document["findings"]}
-    assert found["memory"] == "bad" and found["cluster"] == "skipped" and document["version"] == 1
+    assert found["memory"] == "error" and found["cluster"] == "skipped" and document["version"] == 1

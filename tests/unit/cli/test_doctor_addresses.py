@@ -20,7 +20,7 @@ def test_a_certificate_or_a_url_that_cannot_be_used_does_not_end_the_examination
     strange = ["--tls-ca-file", str(tmp_path / "none"), "--index", "127.0.0.1:1", "--redis", "redis://[::1"]
     assert main(["--state-dir", str(tmp_path), "doctor", "--json", *strange]) == 1
     findings = json.loads(capsys.readouterr().out)["findings"]
-    bad_ones = {one["subject"]: one["message"] for one in findings if one["level"] == "bad"}
+    bad_ones = {one["subject"]: one["message"] for one in findings if one["level"] == "error"}
     assert "cannot be read" in bad_ones["index"] and "cannot be asked" in bad_ones["redis"]
     assert any(one["subject"] == "kernel" for one in findings)
 
@@ -40,5 +40,5 @@ def test_sentinels_are_asked_as_the_index_asks_them(monkeypatch: pytest.MonkeyPa
     (found,) = examine_redis(f"rediss+sentinel://:other@s0:26379,s1:26379/kvpool?{query}")
     assert (asked["ssl"], asked["ssl_ca_certs"], asked["ssl_check_hostname"]) == (True, "/ca.pem", False)
     assert asked["password"] == "secret" and asked["username"] is None
-    assert found.level is Level.BAD and "names a master called 'kvpool'" in found.message
+    assert found.level is Level.ERROR and "names a master called 'kvpool'" in found.message
     assert not any(hidden in found.message for hidden in ("secret", "other", "ConnectionPool"))

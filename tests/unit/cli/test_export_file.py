@@ -238,12 +238,12 @@ def test_an_unfinished_file_without_a_manifest_is_begun_anew(begun: bytes, tmp_p
 def test_a_file_of_somebody_else_with_the_name_of_an_unfinished_export_is_left_alone(tmp_path: Path) -> None:
     partial = tmp_path / "file.kvpx.partial"
     partial.write_bytes(b"half of a download")
-    with pytest.raises(CommandFailed, match=r"partial exists and is no unfinished export; move it away"):
+    with pytest.raises(CommandFailed, match=r"partial exists and is not an unfinished export; move it away"):
         write_file(tmp_path / "file.kvpx", 2)
     assert partial.read_bytes() == b"half of a download"
     partial.unlink()
     os.mkfifo(partial)  # waiting for whoever writes there would hang
-    with pytest.raises(CommandFailed, match="no regular file"):
+    with pytest.raises(CommandFailed, match="not a regular file"):
         write_file(tmp_path / "file.kvpx", 2)
 
 
@@ -266,7 +266,7 @@ def test_an_unfinished_export_of_another_keyspace_is_left_alone(tmp_path: Path) 
 def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     path.write_text("[1, 2, 3]")
-    with pytest.raises(CommandFailed, match="is no export"):
+    with pytest.raises(CommandFailed, match="is not an export"):
         write_file(path)
     assert path.read_text() == "[1, 2, 3]"
     write_file(tmp_path / "file.kvpx", 1)

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import typer
 from rich.text import Text
 
 from kvpool_cli import __main__ as entry
@@ -20,12 +20,12 @@ from kvpool_cli.main import app, run_command
 from tests.fixtures.patience import PATIENCE_S
 
 
-def words_of_commands(group: typer.Typer, *words: str) -> Iterator[tuple[str, ...]]:
-    for one in group.registered_commands:
-        yield (*words, str(one.name))
-    for below in group.registered_groups:
-        assert below.typer_instance is not None
-        yield from words_of_commands(below.typer_instance, *words, str(below.name))
+def words_of_commands(group: Any, *words: str) -> Iterator[tuple[str, ...]]:
+    for name, one in group.commands.items():
+        if hasattr(one, "commands"):
+            yield from words_of_commands(one, *words, name)
+        else:
+            yield (*words, name)
 
 
 COMMANDS = sorted(words_of_commands(app))
@@ -48,6 +48,24 @@ def test_every_command_explains_itself_with_examples(
     assert f"kvpool {' '.join(words)}" in text.split("Examples:")[1]
     for common in ("--index", "--state-dir", "--json", "--tls-ca-file"):
         assert common in text
+
+
+def test_help_lists_commands_with_their_own_words_and_imports_none(capsys: pytest.CaptureFixture[str]) -> None:
+    script = (
+        "import sys; from kvpool_cli.main import run_command; run_command([sys.argv[1]])\n"
+        "print(sorted({'numpy', 'kvpool.client.index', 'kvpool_cli.top'} & set(sys.modules)))"
+    )
+    for flag in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", script, flag], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "[]"
+    for one in vars(app)["commands"].values():
+        assert one.short_help is None or one.help.startswith(one.short_help)
+
+
+def test_help_shows_flags_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["-h"], ["cluster", "-h"], ["cluster", "up", "-h"]):
+        assert run_command(argv) == 0
+        assert "<bool>" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from kvpool.core.cluster import Location, NodeInfo, NodeKind
 from kvpool.core.coverage import Coverage
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
-from kvpool_cli.chains import read_tokens
 from kvpool_cli.errors import CommandFailed
 from kvpool_cli.match import Found, FoundRun, best_tier, render, to_document
 from kvpool_cli.output import as_text
+from kvpool_cli.prompts import read_tokens
 
 NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, host_id="host-0")
 

@@ -9,14 +9,15 @@ from rich.cells import cell_len
 
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad, PageMetadata
+from kvpool_cli.output import natural
 from kvpool_cli.top_metrics import Samples, samples_from_text
 from kvpool_cli.top_render import BAD, SORTS, ordered, render
-from kvpool_cli.top_view import Look, NodeLook, View, natural, view
+from kvpool_cli.top_view import ClusterSnapshot, NodeSnapshot, View, view
 
 STORE, AGENT = "kvpool_pagestore_", "kvpool_gpuagent_"
 
 
-def node(kind: NodeKind, number: int, samples: Samples | None, *, draining: bool = False) -> NodeLook:
+def node(kind: NodeKind, number: int, samples: Samples | None, *, draining: bool = False) -> NodeSnapshot:
     info = NodeInfo(
         node_id=bytes([kind, number]) * 8,
         kind=kind,
@@ -26,10 +27,10 @@ def node(kind: NodeKind, number: int, samples: Samples | None, *, draining: bool
         draining=draining,
     )
     load = NodeLoad(arena_capacity_bytes=1000, arena_used_bytes=100, disk_capacity_bytes=0)
-    return NodeLook(node=LiveNode(info=info, load=load, lease_remaining_ms=1000), samples=samples)
+    return NodeSnapshot(node=LiveNode(info=info, load=load, lease_remaining_ms=1000), samples=samples)
 
 
-def pagestore(number: int, *, acquired: float = 0.0, faulty: float = 0.0) -> NodeLook:
+def pagestore(number: int, *, acquired: float = 0.0, faulty: float = 0.0) -> NodeSnapshot:
     samples = {
         (f"{STORE}arena_used_bytes", ""): 500.0,
         (f"{STORE}arena_capacity_bytes", ""): 1000.0,
@@ -42,7 +43,7 @@ def pagestore(number: int, *, acquired: float = 0.0, faulty: float = 0.0) -> Nod
     return node(NodeKind.PAGESTORE, number, samples)
 
 
-def agent(number: int, *, loaded: float = 0.0, matched: float = 0.0, unmatched: float = 0.0) -> NodeLook:
+def agent(number: int, *, loaded: float = 0.0, matched: float = 0.0, unmatched: float = 0.0) -> NodeSnapshot:
     samples = {
         (f"{AGENT}loaded_bytes_total", "disk"): loaded,
         (f"{AGENT}loaded_tokens_total", "disk"): loaded / 100,
@@ -65,8 +66,8 @@ def listed(number: int, reads: float, head: int = 0) -> ListedChunk:
     )
 
 
-def look(at_s: float, *nodes: NodeLook, hot: tuple[tuple[str, ListedChunk], ...] = ()) -> Look:
-    return Look(
+def snapshot(at_s: float, *nodes: NodeSnapshot, hot: tuple[tuple[str, ListedChunk], ...] = ()) -> ClusterSnapshot:
+    return ClusterSnapshot(
         at_s=at_s,
         index="index:7100",
         store="redis",
@@ -97,8 +98,8 @@ python_info{version="3"} 1
 
 
 def test_rates_are_differences_over_time_and_reads_are_the_agents_where_there_is_one() -> None:
-    before = look(10.0, pagestore(1, acquired=1000), agent(1), pagestore(2))
-    now = look(
+    before = snapshot(10.0, pagestore(1, acquired=1000), agent(1), pagestore(2))
+    now = snapshot(
         12.0,
         pagestore(1, acquired=3000),
         agent(1, loaded=400, matched=30, unmatched=10),
@@ -106,8 +107,8 @@ def test_rates_are_differences_over_time_and_reads_are_the_agents_where_there_is
     )
     seen = view(before, now)
     first, second = seen.hosts
-    assert first.figures.read_bytes == {"staging": 0.0, "disk": 200.0, "remote": 0.0}
-    assert second.figures.read_bytes["staging"] == 300.0, "no agent there: what the pagestore leased"
+    assert first.stats.read_bytes == {"staging": 0.0, "disk": 200.0, "remote": 0.0}
+    assert second.stats.read_bytes["staging"] == 300.0, "no agent there: what the pagestore leased"
     assert seen.total.tokens["disk"] == 2.0
     assert seen.total.hit_share == 0.75
     assert seen.total.evicted["staging"] == 100.0 + 30.0
@@ -115,29 +116,29 @@ def test_rates_are_differences_over_time_and_reads_are_the_agents_where_there_is
 
 
 def test_a_counter_that_went_back_and_a_node_that_came_make_no_negative_or_huge_rates() -> None:
-    before = look(0.0, pagestore(1, acquired=9000))
-    seen = view(before, look(1.0, pagestore(1, acquired=50), pagestore(2, acquired=1 << 40)))
-    assert [row.figures.read_bytes["staging"] for row in seen.hosts] == [50.0, 0.0]
+    before = snapshot(0.0, pagestore(1, acquired=9000))
+    seen = view(before, snapshot(1.0, pagestore(1, acquired=50), pagestore(2, acquired=1 << 40)))
+    assert [row.stats.read_bytes["staging"] for row in seen.hosts] == [50.0, 0.0]
 
 
 def test_a_node_without_metrics_shows_what_it_told_the_index() -> None:
     quiet = node(NodeKind.PAGESTORE, 3, None)
-    (row,) = view(look(0.0, quiet), look(1.0, quiet)).hosts
-    assert (row.figures.staging_used_bytes, row.states, row.is_well) == (100, ["no metrics"], True)
+    (row,) = view(snapshot(0.0, quiet), snapshot(1.0, quiet)).hosts
+    assert (row.stats.staging_used_bytes, row.states, row.healthy) == (100, ["no metrics"], True)
 
 
 def test_trouble_is_named() -> None:
     hurt = pagestore(1, faulty=1.0)
-    seen = view(look(0.0, hurt), look(1.0, hurt, node(NodeKind.PAGESTORE, 2, {}, draining=True)))
-    assert [(row.states, row.is_well) for row in seen.hosts] == [(["DISK OFF"], False), (["draining"], True)]
+    seen = view(snapshot(0.0, hurt), snapshot(1.0, hurt, node(NodeKind.PAGESTORE, 2, {}, draining=True)))
+    assert [(row.states, row.healthy) for row in seen.hosts] == [(["DISK OFF"], False), (["draining"], True)]
     drawn = render(seen, columns=80, lines=24)
     assert [line.style for line in drawn if "DISK OFF" in line.text] == [BAD]
 
 
 def test_a_pagestore_that_hangs_is_in_trouble_though_its_lease_lives() -> None:
     silent = replace(node(NodeKind.PAGESTORE, 1, None), is_silent=True)
-    seen = view(look(0.0, silent), look(1.0, silent, pagestore(2)))
-    assert [(row.states, row.is_well) for row in seen.hosts] == [(["NO ANSWER", "no metrics"], False), ([], True)]
+    seen = view(snapshot(0.0, silent), snapshot(1.0, silent, pagestore(2)))
+    assert [(row.states, row.healthy) for row in seen.hosts] == [(["NO ANSWER", "no metrics"], False), ([], True)]
 
 
 def test_names_of_any_script_neither_overflow_nor_shift_columns() -> None:
@@ -147,7 +148,7 @@ def test_names_of_any_script_neither_overflow_nor_shift_columns() -> None:
         one = pagestore(number)
         nodes.append(replace(one, node=replace(one.node, info=replace(one.node.info, host_id=name))))
     hot = (("\u6a21\u578b" * 20, listed(1, 10)),)
-    seen = view(look(0.0, *nodes), replace(look(1.0, *nodes, hot=hot), keyspaces={b"k" * 16: "\u6a21" * 30}))
+    seen = view(snapshot(0.0, *nodes), replace(snapshot(1.0, *nodes, hot=hot), keyspaces={b"k" * 16: "\u6a21" * 30}))
     for columns in (40, 80, 81, 160):
         drawn = render(seen, columns=columns, lines=40)
         assert max(cell_len(line.text) for line in drawn) <= columns
@@ -157,7 +158,7 @@ def test_names_of_any_script_neither_overflow_nor_shift_columns() -> None:
 
 def test_hot_chunks_are_gathered_by_chain_group() -> None:
     hot = (("host-2", listed(1, 10)), ("host-10", listed(1, 5)), ("host-2", listed(2, 1)), ("host-2", listed(9, 99, 7)))
-    chains = view(look(0.0), look(1.0, hot=hot)).hot
+    chains = view(snapshot(0.0), snapshot(1.0, hot=hot)).hot
     assert [(chain.keyspace, chain.page_reads_per_minute, chain.chunk_count) for chain in chains] == [
         ("llama", 99, 1),
         ("llama", 16, 2),
@@ -166,9 +167,9 @@ def test_hot_chunks_are_gathered_by_chain_group() -> None:
 
 
 def many(count: int) -> View:
-    before = look(0.0, *(pagestore(number) for number in range(count)))
+    before = snapshot(0.0, *(pagestore(number) for number in range(count)))
     hot = tuple((f"host-{number}", listed(number, 10.0 + number, number)) for number in range(40))
-    return view(before, look(1.0, *(pagestore(number, acquired=number) for number in range(count)), hot=hot))
+    return view(before, snapshot(1.0, *(pagestore(number, acquired=number) for number in range(count)), hot=hot))
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 50), (40, 10), (81, 11), (300, 100), (10, 5), (1, 1)])
@@ -191,7 +192,7 @@ def test_hosts_scroll_to_the_last() -> None:
 
 
 def test_hosts_are_ordered_by_name_or_figure() -> None:
-    rows = view(look(0.0), look(1.0, pagestore(10), pagestore(2), pagestore(1, faulty=1.0))).hosts
+    rows = view(snapshot(0.0), snapshot(1.0, pagestore(10), pagestore(2), pagestore(1, faulty=1.0))).hosts
     assert [row.host for row in ordered(rows, "name")] == ["host-1", "host-2", "host-10"]
     assert ordered(rows, "state")[0].host == "host-1"
     assert [row.host for row in ordered(many(3).hosts, "read")] == ["host-2", "host-1", "host-0"]

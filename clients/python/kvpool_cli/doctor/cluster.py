@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from kvpool import __version__
 from kvpool.core.errors import InvalidRequest
 from kvpool_cli.doctor.clocks import lead_s
-from kvpool_cli.doctor.finding import Finding, bad, skipped, warning, well
+from kvpool_cli.doctor.finding import Finding, failure, ok, skipped, warning
 from kvpool_cli.top_metrics import Samples, fetch_all, in_threads, metrics_answer
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -29,13 +29,13 @@ def examine_status(document: Mapping[str, Any]) -> Iterator[Finding]:
     """What `kvpool cluster status --check` would say, and versions."""
     index = document["index"]
     for problem in document["problems"]:
-        yield bad(
+        yield failure(
             "cluster",
             problem,
             "`kvpool cluster status` has the whole picture, `kvpool cluster logs` or the node's log the cause",
         )
     if not document["problems"]:
-        yield well("cluster", f"{len(document['nodes'])} nodes, store {document['store']['kind']} reachable")
+        yield ok("cluster", f"{len(document['nodes'])} nodes, store {document['store']['kind']} reachable")
     if _release(index["version"]) != _release(__version__):
         yield warning(
             "version",
@@ -43,7 +43,7 @@ def examine_status(document: Mapping[str, Any]) -> Iterator[Finding]:
             "upgrade one minor version at a time, the index first",
         )
     else:
-        yield well("version", f"index {index['version']}, this kvpool {__version__}")
+        yield ok("version", f"index {index['version']}, this kvpool {__version__}")
 
 
 def _release(text: str) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def _release(text: str) -> tuple[str, ...]:
 
 
 async def examine_nodes(nodes: Sequence[Mapping[str, Any]], *, is_embedded: bool) -> list[Finding]:
-    """Whether every address that nodes tell others can be reached, and means the same on another host."""
+    """Whether every address that nodes advertise can be reached, and means the same on another host."""
     places = asyncio.Semaphore(_AT_ONCE)
     asked: list[tuple[str, str, str]] = []
     findings: list[Finding] = []
@@ -63,9 +63,9 @@ async def examine_nodes(nodes: Sequence[Mapping[str, Any]], *, is_embedded: bool
                 asked.append((name, what, node[what]))
         if not is_embedded and len(hosts) > 1 and _is_loopback(node["endpoint"]):
             findings.append(
-                bad(
+                failure(
                     "advertised",
-                    f"{name} tells others that it listens on {node['endpoint']}, which is themselves",
+                    f"{name} advertises {node['endpoint']}, which is themselves",
                     "start it with --advertise-host NAME, --listen 0.0.0.0:7200 and --bulk-listen 0.0.0.0:7201",
                 )
             )
@@ -80,16 +80,14 @@ async def examine_nodes(nodes: Sequence[Mapping[str, Any]], *, is_embedded: bool
                 return None
             except (OSError, TimeoutError, ValueError) as error:
                 why = str(error) or f"no answer within {_CONNECT_TIMEOUT_S:g} s"
-                return bad(
+                return failure(
                     "reachable",
                     f"{name} cannot be reached at {endpoint} ({what}): {why}",
                     "open the port in firewalls and NetworkPolicy",
                 )
 
     unreached = [one for one in await asyncio.gather(*(look_at(*each) for each in asked)) if one is not None]
-    findings += unreached or (
-        [well("reachable", f"all {len(asked)} addresses of nodes can be reached")] if asked else []
-    )
+    findings += unreached or ([ok("reachable", f"all {len(asked)} addresses of nodes can be reached")] if asked else [])
     urls = [node["metrics_url"] for node in nodes if node["metrics_url"]]
     findings += await _clocks(urls)
     findings += versions(await fetch_all(urls))
@@ -103,18 +101,20 @@ def versions(metrics: Mapping[str, Samples | None]) -> list[Finding]:
         found.update(label for name, label in samples or () if name == _INFO)
     if not found:
         return []
-    told = ", ".join(f"{count} of {name}" for name, count in sorted(found.items()))
+    listed = ", ".join(f"{count} of {name}" for name, count in sorted(found.items()))
     if len({_release(name) for name in found}) > 1:
-        cure = "upgrade the rest, one minor version at a time; a mixture is for the time of a rolling upgrade only"
-        return [warning("node_versions", f"nodes have several versions: {told}", cure)]
-    return [well("node_versions", f"nodes: {told}")]
+        remediation = (
+            "upgrade the rest, one minor version at a time; a mixture is for the time of a rolling upgrade only"
+        )
+        return [warning("node_versions", f"nodes have several versions: {listed}", remediation)]
+    return [ok("node_versions", f"nodes: {listed}")]
 
 
 async def _clocks(urls: Sequence[str]) -> list[Finding]:
     skews = await in_threads(clock_skew_s, urls)
     known = {url: skew_s for url, skew_s in zip(urls, skews, strict=True) if skew_s is not None}
     off = [
-        bad(
+        failure(
             "clock",
             f"the clock behind {url} is {skew_s:+.0f} s beside ours",
             "run NTP or chrony: pins and times to live are wall times",
@@ -124,19 +124,19 @@ async def _clocks(urls: Sequence[str]) -> list[Finding]:
     ]
     if not known:
         return [skipped("clock", "no node's /metrics can be reached from here, so that clocks cannot be compared")]
-    return off or [well("clock", f"the clocks of {len(known)} nodes agree with ours to {_SKEW_S:g} s")]
+    return off or [ok("clock", f"the clocks of {len(known)} nodes agree with ours to {_SKEW_S:g} s")]
 
 
 def clock_skew_s(url: str) -> float | None:
-    """How far the clock of an HTTP server is ahead of ours; None where it does not tell. Blocking."""
+    """How far the clock of an HTTP server is ahead of ours; None where it reports none. Blocking."""
     try:
         if urlsplit(url).scheme != "http":
             return None
         began_s = time.time()
         with metrics_answer(url) as answer:
-            told_s = parsedate_to_datetime(answer.headers["Date"]).timestamp()
+            server_s = parsedate_to_datetime(answer.headers["Date"]).timestamp()
         # A date has no fractions.
-        return lead_s(told_s, told_s + 1.0, began_s=began_s, ended_s=time.time())
+        return lead_s(server_s, server_s + 1.0, began_s=began_s, ended_s=time.time())
     except (OSError, ValueError, TypeError, HTTPException, InvalidRequest):
         return None
 
@@ -167,9 +167,9 @@ def examine_packages() -> Iterator[Finding]:
         if least and _numbers(found) < _numbers(least):
             wrong.append(f"{name.strip()} {found} is older than {least}")
     if wrong:
-        yield bad("packages", "; ".join(wrong), "pip install --upgrade kvpool, in this environment")
+        yield failure("packages", "; ".join(wrong), "pip install --upgrade kvpool, in this environment")
     else:
-        yield well("packages", f"{len(needed)} packages that kvpool needs are there")
+        yield ok("packages", f"{len(needed)} packages that kvpool needs are there")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -13,21 +13,24 @@ from rich.console import RenderableType
 
 from kvpool.core.errors import KvPoolError
 from kvpool_cli.cluster import socket_dir
+from kvpool_cli.common import Common
+from kvpool_cli.doctor import canary as canaries
 from kvpool_cli.doctor.cluster import examine_nodes, examine_packages, examine_status
-from kvpool_cli.doctor.finding import Finding, Level, bad, skipped
+from kvpool_cli.doctor.finding import Finding, Level, failure, skipped
 from kvpool_cli.doctor.gpu import examine_gpu
 from kvpool_cli.doctor.machine import Machine, examine_machine
 from kvpool_cli.doctor.redis_server import examine_redis
 from kvpool_cli.doctor.storage import examine_directory
-from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed, UsageFailed
 from kvpool_cli.options import size_option
 from kvpool_cli.output import line, print_json, show, stack
 from kvpool_cli.state import read_state
 from kvpool_cli.status import read_status
-from kvpool_cli.targets import Common, Target, find_target, run, said
+from kvpool_cli.targets import Target, find_target, run, said
 
-_STYLES = {Level.OK: "green", Level.SKIPPED: "dim", Level.WARNING: "yellow", Level.BAD: "red"}
-_SIGNS = {Level.OK: "ok  ", Level.SKIPPED: "-   ", Level.WARNING: "WARN", Level.BAD: "BAD "}
+_CANARY = "Canary"
+_STYLES = {Level.OK: "green", Level.SKIPPED: "dim", Level.WARNING: "yellow", Level.ERROR: "red"}
+_SIGNS = {Level.OK: "ok   ", Level.SKIPPED: "-    ", Level.WARNING: "WARN ", Level.ERROR: "ERROR"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +52,51 @@ def doctor(
     ] = None,
     disk_bytes: Annotated[int, size_option("--disk-bytes", "Of its disk tier.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only errors and warnings.")] = False,
+    canary: Annotated[
+        bool, typer.Option("--canary", help="Only compare what servers compute and load.", rich_help_panel=_CANARY)
+    ] = False,
+    server: Annotated[
+        str, typer.Option(metavar="URL", help="Engine that computes, or loads with --expect.", rich_help_panel=_CANARY)
+    ] = "",
+    second: Annotated[str, typer.Option(metavar="URL", help="Engine that loads.", rich_help_panel=_CANARY)] = "",
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep what --server computed.", rich_help_panel=_CANARY)
+    ] = None,
+    expect: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare with what --save kept before a restart.", rich_help_panel=_CANARY),
+    ] = None,
 ) -> int:
     """Find what commonly goes wrong on this machine and in the cluster, with its remedy.
 
     Looks at this machine and, if one is named or runs here, at a cluster. Run it where a pagestore or an agent runs,
-    or will run. Exit code 1 if anything is bad.
+    or will run. Exit code 1 if there is an error.
+
+    With --canary it asks OpenAI-compatible servers that have kvpool's connector for greedy tokens of one prompt: what
+    --server computes, and --second or a restarted server loads, must be continued alike. Nothing loaded is an error.
     """
-    here = Here(redis_url=redis, arena_bytes=arena_bytes, data_dir=data_dir, disk_bytes=disk_bytes)
-    findings = examine(common, here)
+    if canary or server or second or save or expect:
+        findings = _canary_findings(canary, server, second, save, expect)
+    else:
+        here = Here(redis_url=redis, arena_bytes=arena_bytes, data_dir=data_dir, disk_bytes=disk_bytes)
+        findings = examine(common, here)
     if common.json:
         print_json(to_document(findings))
     else:
         show(render(findings, quiet=quiet))
-    return EXIT_FAILED if any(finding.level is Level.BAD for finding in findings) else EXIT_OK
+    return EXIT_FAILED if any(finding.level is Level.ERROR for finding in findings) else EXIT_OK
+
+
+def _canary_findings(
+    wanted: bool, server: str, second: str, save_file: Path | None, expect_file: Path | None
+) -> list[Finding]:
+    if not wanted:
+        raise UsageFailed("--server, --second, --save and --expect go with --canary")
+    if not server or sum(map(bool, (second, save_file, expect_file))) != 1:
+        raise UsageFailed("--canary needs --server URL, and one of --second URL, --save FILE and --expect FILE")
+    if save_file is not None:
+        return list(canaries.save(server, save_file))
+    return list(canaries.canary_of_file(server, expect_file) if expect_file else canaries.canary(server, second))
 
 
 def examine(common: Common, here: Here) -> list[Finding]:
@@ -74,9 +109,9 @@ def examine(common: Common, here: Here) -> list[Finding]:
             target = find_target(common)
             document = run(read_status(target))
         except CommandFailed as error:
-            findings.append(bad("index", str(error), "start it, or name another by --index HOST:PORT"))
+            findings.append(failure("index", str(error), "start it, or name another by --index HOST:PORT"))
         except KvPoolError as error:  # it answered, or was not even asked
-            findings.append(bad("index", said(error), "mend that, or name another index by --index HOST:PORT"))
+            findings.append(failure("index", said(error), "mend that, or name another index by --index HOST:PORT"))
     else:
         findings.append(skipped("cluster", "no cluster runs here and none is named", "--index HOST:PORT"))
     stores = _pagestores_here(document, target)
@@ -132,14 +167,14 @@ def to_document(findings: Sequence[Finding]) -> dict[str, Any]:
     """The document of `--json`."""
     return {
         "version": 1,
-        "bad": sum(finding.level is Level.BAD for finding in findings),
+        "errors": sum(finding.level is Level.ERROR for finding in findings),
         "warnings": sum(finding.level is Level.WARNING for finding in findings),
         "findings": [
             {
                 "subject": finding.subject,
                 "level": finding.level.value,
                 "message": finding.message,
-                "cure": finding.cure,
+                "remediation": finding.remediation,
             }
             for finding in findings
         ],
@@ -154,8 +189,8 @@ def render(findings: Sequence[Finding], *, quiet: bool) -> RenderableType:
         if quiet and finding.level in (Level.OK, Level.SKIPPED):
             continue
         lines.append(line(f"{_SIGNS[finding.level]} {finding.subject:<18} {finding.message}", _STYLES[finding.level]))
-        if finding.cure:
-            lines.append(line(f"{'':>24}-> {finding.cure}"))
-    bad_count = sum(finding.level is Level.BAD for finding in findings)
+        if finding.remediation:
+            lines.append(line(f"{'':>25}-> {finding.remediation}"))
+    error_count = sum(finding.level is Level.ERROR for finding in findings)
     warnings = sum(finding.level is Level.WARNING for finding in findings)
-    return stack(*lines, f"{len(findings)} looked at: {bad_count} bad, {warnings} warnings")
+    return stack(*lines, f"{len(findings)} looked at: {error_count} errors, {warnings} warnings")

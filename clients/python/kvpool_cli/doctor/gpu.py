@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvpool.client.peer_process import PeerProcess
-from kvpool_cli.doctor.finding import Finding, bad, skipped, warning, well
+from kvpool_cli.doctor.finding import Finding, failure, ok, skipped, warning
 from kvpool_cli.doctor.machine import Machine
 
 
@@ -24,9 +24,9 @@ def examine_gpu(machine: Machine, agent_sockets: Sequence[str]) -> Iterator[Find
 def _cuda(machine: Machine, devices: Sequence[str]) -> Iterator[Finding]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
-        yield bad("gpu", f"CUDA_VISIBLE_DEVICES is {visible!r}: CUDA sees none of {', '.join(devices)}", "unset it")
+        yield failure("gpu", f"CUDA_VISIBLE_DEVICES is {visible!r}: CUDA sees none of {', '.join(devices)}", "unset it")
     else:
-        yield well("gpu", f"{len(devices)} GPUs{'' if visible is None else f', CUDA sees {visible}'}")
+        yield ok("gpu", f"{len(devices)} GPUs{'' if visible is None else f', CUDA sees {visible}'}")
     if "driver" not in machine.text("proc/driver/nvidia/version").lower() and not machine.text(
         "proc/driver/nvidia/version"
     ):
@@ -47,11 +47,11 @@ def _namespaces(agent_sockets: Sequence[str]) -> Iterator[Finding]:
     for path in here:
         process = PeerProcess.behind(path)
         if process is None:
-            yield bad(
+            yield failure(
                 "pid_namespace",
                 f"the process behind {path} is not visible: another PID namespace, or gone",
                 "CUDA IPC needs one PID namespace: shareProcessNamespace: true in the pod, or --pid with Docker",
             )
             continue
         process.close()
-        yield well("pid_namespace", f"the agent at {path} is visible from here")
+        yield ok("pid_namespace", f"the agent at {path} is visible from here")

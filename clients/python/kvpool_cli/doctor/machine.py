@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool.client.host_memory import cgroup_limit_bytes, meminfo
-from kvpool_cli.doctor.finding import Finding, bad, skipped, warning, well
+from kvpool_cli.doctor.finding import Finding, failure, ok, skipped, warning
 from kvpool_cli.quantities import size
 
 _NOFILE_WANTED = 16_384  # a session holds a few descriptors for each peer and segment
@@ -60,25 +60,25 @@ def memory(machine: Machine) -> Iterator[Finding]:
     available = facts.get("MemAvailable")
     if available is not None and machine.arena_bytes:
         if not to_come:
-            yield well("memory", f"the arenas here have all of their {size(machine.arena_bytes)}")
+            yield ok("memory", f"the arenas here have all of their {size(machine.arena_bytes)}")
         elif available < to_come + _SPARE_BYTES:
-            yield bad(
+            yield failure(
                 "memory",
                 f"{size(available)} are available, the arenas here may still take {size(to_come)}",
                 "smaller --arena-bytes, or another machine; beyond it the kernel kills processes",
             )
         else:
-            yield well("memory", f"{size(available)} are available")
+            yield ok("memory", f"{size(available)} are available")
     limit = cgroup_limit_bytes(machine.root)
     if limit is not None and machine.arena_bytes:
         if limit < machine.arena_bytes + _SPARE_BYTES:
-            yield bad(
+            yield failure(
                 "cgroup",
                 f"this cgroup may have {size(limit)}, and arenas of {size(machine.arena_bytes)} count towards it",
                 f"a memory limit of at least {size(machine.arena_bytes + _SPARE_BYTES)}, or smaller --arena-bytes",
             )
         else:
-            yield well("cgroup", f"this cgroup may have {size(limit)}")
+            yield ok("cgroup", f"this cgroup may have {size(limit)}")
     if facts.get("SwapTotal", 0) and facts.get("SwapTotal", 0) != facts.get("SwapFree", 0):
         used = facts["SwapTotal"] - facts.get("SwapFree", 0)
         yield warning(
@@ -89,12 +89,12 @@ def memory(machine: Machine) -> Iterator[Finding]:
 def descriptors() -> Iterator[Finding]:
     """ulimits, as a service started from here would have them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    cure = f"ulimit -n {_NOFILE_WANTED}; with systemd LimitNOFILE={_NOFILE_WANTED}"
+    remediation = f"ulimit -n {_NOFILE_WANTED}; with systemd LimitNOFILE={_NOFILE_WANTED}"
     if soft != resource.RLIM_INFINITY and soft < _NOFILE_WANTED:
-        level = bad if soft < _NOFILE_LEAST else warning
-        yield level("nofile", f"a process may open {soft} files (hard limit {hard})", cure)
+        level = failure if soft < _NOFILE_LEAST else warning
+        yield level("nofile", f"a process may open {soft} files (hard limit {hard})", remediation)
     else:
-        yield well("nofile", f"a process may open {'any number of' if soft == resource.RLIM_INFINITY else soft} files")
+        yield ok("nofile", f"a process may open {'any number of' if soft == resource.RLIM_INFINITY else soft} files")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and Path("/dev/nvidiactl").exists():
         yield warning(
@@ -103,7 +103,7 @@ def descriptors() -> Iterator[Finding]:
             "ulimit -l unlimited; with systemd LimitMEMLOCK=infinity; with Docker --ulimit memlock=-1",
         )
     else:
-        yield well(
+        yield ok(
             "memlock", "unlimited" if locked == resource.RLIM_INFINITY else f"{size(locked)}; no GPU here wants more"
         )
 
@@ -113,13 +113,13 @@ def kernel(machine: Machine) -> Iterator[Finding]:
     release = machine.text("proc/sys/kernel/osrelease").strip() or os.uname().release
     version = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
     if version < _MIN_KERNEL:
-        yield bad(
+        yield failure(
             "kernel",
             f"Linux {release}",
             f"at least {'.'.join(map(str, _MIN_KERNEL))}: descriptors of processes are needed",
         )
     else:
-        yield well("kernel", f"Linux {release}")
+        yield ok("kernel", f"Linux {release}")
     maps = machine.number("proc/sys/vm/max_map_count")
     if maps is not None and maps < _MAP_COUNT_LEAST:
         yield warning(
@@ -128,12 +128,12 @@ def kernel(machine: Machine) -> Iterator[Finding]:
     huge = machine.text("sys/kernel/mm/transparent_hugepage/shmem_enabled")
     chosen = huge[huge.find("[") + 1 : huge.find("]")] if "[" in huge else ""
     if chosen in ("never", "deny"):
-        yield well(
+        yield ok(
             "huge_pages",
             f"shared memory has none ({chosen}); `advise` or `within_size` saves page faults of large arenas",
         )
     elif chosen:
-        yield well("huge_pages", f"of shared memory: {chosen}")
+        yield ok("huge_pages", f"of shared memory: {chosen}")
     if machine.text("sys/kernel/mm/transparent_hugepage/enabled").find("[always]") >= 0:
         yield warning(
             "thp_always",

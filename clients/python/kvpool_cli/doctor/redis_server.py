@@ -1,4 +1,4 @@
-"""The Redis behind the index: whether it keeps what it is told."""
+"""The Redis behind the index: whether it keeps what is written to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvpool_cli.doctor.clocks import lead_s
-from kvpool_cli.doctor.finding import Finding, bad, skipped, warning, well
+from kvpool_cli.doctor.finding import Finding, failure, ok, skipped, warning
 from kvpool_cli.quantities import size
 
 _TIMEOUT_S = 3.0
@@ -29,7 +29,7 @@ def examine_redis(url: str) -> Iterator[Finding]:
     try:
         servers = list(_servers(redis, url))
     except (redis.RedisError, OSError, ValueError) as error:
-        yield bad(
+        yield failure(
             "redis", f"{_without_password(url)} cannot be asked: {error}", "check the address, password and network"
         )
         return
@@ -37,7 +37,7 @@ def examine_redis(url: str) -> Iterator[Finding]:
         try:
             yield from examine_server(name, client)
         except (redis.RedisError, OSError) as error:
-            yield bad("redis", f"{name} does not answer: {error}", "check the address, password and network")
+            yield failure("redis", f"{name} does not answer: {error}", "check the address, password and network")
         finally:
             client.close()
 
@@ -79,7 +79,7 @@ def examine_server(name: str, client: Any) -> Iterator[Finding]:
     version = tuple(int(part) for part in str(info.get("redis_version", "0")).split(".") if part.isdecimal())
     if version < _MIN_VERSION:
         wanted = ".".join(map(str, _MIN_VERSION))
-        yield bad("redis_version", f"{name} has version {info.get('redis_version')}", f"at least {wanted}")
+        yield failure("redis_version", f"{name} has version {info.get('redis_version')}", f"at least {wanted}")
     times = []
     for _ in range(_PINGS):
         began_s = time.perf_counter()
@@ -93,19 +93,19 @@ def examine_server(name: str, client: Any) -> Iterator[Finding]:
             "a Redis nearer to the index",
         )
     else:
-        yield well("redis_latency", f"{name} answers in {middle_s * 1e3:.2f} ms")
+        yield ok("redis_latency", f"{name} answers in {middle_s * 1e3:.2f} ms")
     began_s = time.time()
     seconds, micros = client.time()
-    told_s = seconds + micros / 1e6
-    ahead_s = lead_s(told_s, told_s, began_s=began_s, ended_s=time.time())
+    server_s = seconds + micros / 1e6
+    ahead_s = lead_s(server_s, server_s, began_s=began_s, ended_s=time.time())
     if abs(ahead_s) > _SKEW_S:
-        yield bad(
+        yield failure(
             "clock",
             f"the clock of {name} is {ahead_s:+.1f} s beside ours",
             "run NTP or chrony on both: pins and times to live are wall times",
         )
     else:
-        yield well("clock", f"the clock of {name} is {ahead_s * 1e3:+.0f} ms beside ours")
+        yield ok("clock", f"the clock of {name} is {ahead_s * 1e3:+.0f} ms beside ours")
 
 
 def _policy(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
@@ -114,20 +114,22 @@ def _policy(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
         str(info.get("maxmemory_policy", "")),
         int(info.get("used_memory", 0)),
     )
-    cure = "CONFIG SET maxmemory-policy noeviction, and in its configuration file"
+    remediation = "CONFIG SET maxmemory-policy noeviction, and in its configuration file"
     if policy != "noeviction":
-        level = bad if limit else warning
-        yield level("redis_policy", f"{name} has maxmemory-policy {policy}: it evicts leases and locations alike", cure)
+        level = failure if limit else warning
+        yield level(
+            "redis_policy", f"{name} has maxmemory-policy {policy}: it evicts leases and locations alike", remediation
+        )
     else:
-        yield well("redis_policy", f"{name} evicts nothing")
+        yield ok("redis_policy", f"{name} evicts nothing")
     if limit and used > limit * _FULL_SHARE:
-        yield bad(
+        yield failure(
             "redis_memory", f"{name} uses {size(used)} of {size(limit)}: full, it refuses writes", "raise maxmemory"
         )
     elif limit:
-        yield well("redis_memory", f"{name} uses {size(used)} of {size(limit)}")
+        yield ok("redis_memory", f"{name} uses {size(used)} of {size(limit)}")
     else:
-        yield well("redis_memory", f"{name} uses {size(used)}, without a limit")
+        yield ok("redis_memory", f"{name} uses {size(used)}, without a limit")
 
 
 def _persistence(name: str, client: Any, info: Mapping[str, Any]) -> Iterator[Finding]:
@@ -135,7 +137,7 @@ def _persistence(name: str, client: Any, info: Mapping[str, Any]) -> Iterator[Fi
 
     appends = str(info.get("aof_enabled", "0")) == "1"
     if info.get("rdb_last_bgsave_status", "ok") != "ok" or info.get("aof_last_write_status", "ok") != "ok":
-        yield bad("redis_persistence", f"{name} could not write to its disk", "make room on its disk; see its log")
+        yield failure("redis_persistence", f"{name} could not write to its disk", "make room on its disk; see its log")
         return
     try:
         saves = bool(client.config_get("save").get("save"))
@@ -144,11 +146,11 @@ def _persistence(name: str, client: Any, info: Mapping[str, Any]) -> Iterator[Fi
             yield skipped("redis_persistence", f"{name} does not tell whether it saves ({error})")
         return
     if appends or saves:
-        yield well("redis_persistence", f"{name} keeps {'an append-only file' if appends else 'snapshots'}")
+        yield ok("redis_persistence", f"{name} keeps {'an append-only file' if appends else 'snapshots'}")
     else:
         yield warning(
             "redis_persistence",
-            f"{name} keeps nothing over a restart: matches miss until nodes have told it all anew (about a minute)",
+            f"{name} keeps nothing over a restart: matches miss until nodes have announced all again (a minute)",
             "CONFIG SET appendonly yes, or replicas behind Sentinels",
         )
 

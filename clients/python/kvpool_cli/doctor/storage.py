@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from kvpool_cli.doctor.finding import Finding, bad, warning, well
+from kvpool_cli.doctor.finding import Finding, failure, ok, warning
 from kvpool_cli.quantities import size
 
 _BLOCK_BYTES = 4096
@@ -22,19 +22,19 @@ def examine_directory(path: Path, wanted_bytes: int) -> Iterator[Finding]:
         found = os.statvfs(path)
         used = _used_bytes(path)
     except OSError as error:
-        yield bad(
+        yield failure(
             "data_dir", f"{path} cannot be used: {error.strerror}", "make it, for the user that the pagestore runs as"
         )
         return
     free = found.f_bavail * found.f_frsize
     if wanted_bytes and free + used < wanted_bytes:
-        yield bad(
+        yield failure(
             "disk_space",
             f"{path} has {size(free)} free beside {size(used)} in use, --disk-bytes is {size(wanted_bytes)}",
             "a smaller --disk-bytes or a larger disk: a full disk makes the tier read-only",
         )
     else:
-        yield well("disk_space", f"{path} has {size(free)} free, {size(used)} in use")
+        yield ok("disk_space", f"{path} has {size(free)} free, {size(used)} in use")
     if found.f_files and found.f_favail * 100 < found.f_files:
         yield warning(
             "inodes", f"{path} has {found.f_favail} inodes left of {found.f_files}", "remove small files there"
@@ -56,7 +56,7 @@ def _direct(path: Path) -> Finding:
     try:
         descriptor, name = tempfile.mkstemp(prefix=".kvpool-doctor-", dir=path)
     except OSError as error:
-        return bad(
+        return failure(
             "data_dir", f"{path} cannot be written: {error.strerror}", "give it to the user that the pagestore runs as"
         )
     try:
@@ -69,7 +69,7 @@ def _direct(path: Path) -> Finding:
             os.close(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            return bad("data_dir", f"{path} cannot be written: {error.strerror}", "see the kernel's log (dmesg)")
+            return failure("data_dir", f"{path} cannot be written: {error.strerror}", "see the kernel's log (dmesg)")
         return warning(
             "direct_io",
             f"the file system of {path} cannot write past the page cache: pages take memory twice",
@@ -77,4 +77,4 @@ def _direct(path: Path) -> Finding:
         )
     finally:
         os.unlink(name)
-    return well("direct_io", f"{path} can be written past the page cache")
+    return ok("direct_io", f"{path} can be written past the page cache")

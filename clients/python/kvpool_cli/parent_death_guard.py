@@ -1,4 +1,6 @@
-"""Runs a program that ends when its parent does: `python -m kvpool_cli.leash PARENT_PID PROGRAM ARGUMENT...`.
+"""Runs a program that ends when its parent does.
+
+Usage: `python -m kvpool_cli.parent_death_guard PARENT_PID PROGRAM ARGUMENT...`.
 
 For programs that cannot ask the kernel for that themselves. The kernel means the parent's thread that started us.
 """

@@ -1,0 +1,62 @@
+"""Commands that are imported when they are used: `kvpool --help` and `kvpool --version` load none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+_LOADED = ("params", "callback", "help")
+
+
+class _PlainFlags:
+    """-h is help; help shows flags without a value."""
+
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        """The same for all commands."""
+        return ["-h", "--help"]
+
+    def get_params(self, ctx: Any) -> Any:
+        """As typer has them, with the one for help."""
+        params = super().get_params(ctx)  # type: ignore[misc]  # of typer's class beside this one
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""  # typer would show <bool>
+        return params
+
+
+class LazyCommand(_PlainFlags, TyperCommand):
+    """One command. place: "module:function"; short_help: for listings, so that they need not import it."""
+
+    def __init__(self, name: str, place: str, *examples: str, short_help: str | None = None) -> None:
+        # Lines of an epilog are joined unless an empty one is between them.
+        super().__init__(name, epilog="\n\n".join(["Examples:", *examples]), short_help=short_help)
+        self._place = place
+        for attribute in _LOADED:
+            delattr(self, attribute)
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what __init__ has removed."""
+        if name not in _LOADED:
+            raise AttributeError(name)
+        from kvpool_cli.options import command
+
+        module, _, function = self._place.partition(":")
+        made = typer.Typer(add_completion=False)
+        made.command(self.name)(command(getattr(import_module(module), function)))
+        loaded = typer.main.get_command(made)
+        for attribute in _LOADED:
+            setattr(self, attribute, getattr(loaded, attribute))
+        return getattr(self, name)
+
+
+class Group(_PlainFlags, TyperGroup):
+    """A group of commands."""
+
+
+def group(name: str, text: str, commands: Sequence[LazyCommand]) -> Group:
+    """`kvpool NAME`."""
+    return Group(name=name, help=text, commands=commands, no_args_is_help=True)

@@ -1,0 +1,164 @@
+"""The canary against servers that share a pool, well or badly."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool_cli.doctor import canary
+from kvpool_cli.main import run_command
+
+CHUNK = 256
+
+
+class Server(ThreadingHTTPServer):
+    """Continues a prompt by a sum of its tokens; `salt` stands for KV that was changed on its way."""
+
+    def __init__(self, pool: set[tuple[int, ...]], *, salt: int = 0, reports: bool = True) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.pool, self.salt, self.reports = pool, salt, reports
+        self.prompts: list[list[int]] = []
+        self.own: set[tuple[int, ...]] = set()
+
+    def document(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        if path == "/tokenize":
+            return {"tokens": [1, *(sum(word.encode()) for word in body["prompt"].split())]}
+        if path == "/v1/models":
+            return {"data": [{"id": "tiny"}]}
+        if path != "/v1/completions":
+            return None
+        assert body["temperature"] == 0 and body["model"] == "tiny"
+        prompt = body["prompt"]
+        self.prompts.append(prompt)
+        prefixes = [tuple(prompt[:end]) for end in range(CHUNK, len(prompt) + 1, CHUNK)]
+        cached = max((len(each) for each in prefixes if each in self.own), default=0)
+        loaded = max((len(each) for each in prefixes if each in self.pool), default=0)
+        self.own.update(prefixes)
+        wrong = self.salt if loaded > cached else 0
+        self.pool.update(prefixes)
+        usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
+        if self.reports:
+            usage["prompt_tokens_details"] = {"cached_tokens": max(cached, loaded)}
+        tokens = [sum(prompt) % 1000 + number + (wrong if number > 3 else 0) for number in range(body["max_tokens"])]
+        return {"choices": [{"text": "", "token_ids": tokens}], "usage": usage}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        document = self.server.document(self.path, body)
+        self.send_response(404 if document is None else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(document).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[str]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+Start = Callable[[Server], str]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setattr(canary, "_WAITS_S", (0.0, 0.0))
+    with ExitStack() as stack:
+        yield lambda server: stack.enter_context(serving(server))
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
+    code = run_command(["doctor", "--canary", *argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_what_the_second_server_loads_is_continued_as_the_first_did(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool: set[tuple[int, ...]] = set()
+    servers = Server(pool), Server(pool)
+    code, document = doctor(capsys, "--server", start(servers[0]), "--second", start(servers[1]))
+    [finding] = document["findings"]
+    assert (code, finding["level"]) == (0, "ok")
+    assert "loaded 2048 of 2063 tokens" in finding["message"]
+    assert [len(each) for each in servers[0].prompts] == [2048, 2063]  # the boundary is the same on both
+    assert [len(each) for each in servers[1].prompts] == [2063]
+
+
+def test_changed_kv_is_found(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    pool: set[tuple[int, ...]] = set()
+    code, document = doctor(capsys, "--server", start(Server(pool)), "--second", start(Server(pool, salt=7)))
+    [finding] = document["findings"]
+    assert (code, finding["level"]) == (1, "error")
+    assert "differ" in finding["message"] and "from number 4 on" in finding["message"]
+    assert "boundaries" not in finding["message"]
+
+
+@pytest.mark.parametrize(("reports", "part"), [(True, "loaded nothing"), (False, "does not report")])
+def test_nothing_loaded_proves_nothing(
+    reports: bool, part: str, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = Server(set(), reports=reports)
+    code, document = doctor(capsys, "--server", start(Server(set())), "--second", start(second))
+    assert code == 1
+    assert part in document["findings"][0]["message"] and "proves nothing" in document["findings"][0]["message"]
+    assert len({tuple(each) for each in second.prompts}) == (2 if reports else 1), "each attempt has its own prompt"
+
+
+@pytest.mark.parametrize(("salt", "code"), [(0, 0), (7, 1)])
+def test_a_restarted_server_is_compared_with_what_was_saved(
+    salt: int, code: int, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool: set[tuple[int, ...]] = set()
+    file = tmp_path / "canary.json"
+    assert doctor(capsys, "--server", start(Server(pool)), "--save", str(file))[0] == 0
+    assert doctor(capsys, "--server", start(Server(pool, salt=salt)), "--expect", str(file))[0] == code
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["doctor", "--server", "http://a"],
+        ["doctor", "--canary"],
+        ["doctor", "--canary", "--server", "http://a"],
+        ["doctor", "--canary", "--server", "http://a", "--second", "http://b", "--save", "file"],
+        ["doctor", "--canary", "--server", "http://a", "--second", "http://a/"],
+        ["doctor", "--canary", "--server", "file:///etc", "--second", "http://a/"],
+    ],
+)
+def test_what_does_not_fit_together_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(argv) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_what_is_not_such_a_file_or_server_is_one_line(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "canary.json"
+    file.write_text("[]")
+    assert run_command(["doctor", "--canary", "--server", start(Server(set())), "--expect", str(file)]) == 1
+    assert "is not what --save wrote" in capsys.readouterr().err
+    assert run_command(["doctor", "--canary", "--server", "http://127.0.0.1:1", "--second", "http://a"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
