@@ -46,6 +46,14 @@ def test_what_is_computed_counts_and_where_it_came_from_does_not(tmp_path: Path)
     assert len({first, *others}) == 6
 
 
+def test_what_is_computed_beside_the_text_model_counts(tmp_path: Path) -> None:
+    text = {"text_config": CONFIG | {"_name_or_path": "here"}, "vision_feature_layer": -2}
+    first = weights_digest(write(tmp_path / "a", b"weights", **text))
+    moved = text | {"text_config": CONFIG | {"_name_or_path": "there"}}
+    assert weights_digest(write(tmp_path / "b", b"weights", **moved)) == first
+    assert weights_digest(write(tmp_path / "c", b"weights", **text | {"vision_feature_layer": -1})) != first
+
+
 def test_a_bounded_part_of_each_tensor_is_read() -> None:
     assert sum(map(len, tensor_windows(100 << 30))) == 4096
     assert tensor_windows(100) == [range(100)]

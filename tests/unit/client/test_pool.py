@@ -205,6 +205,21 @@ async def test_a_load_returns_when_its_blocks_are_the_callers_again() -> None:
         assert isinstance((await loading).error, DeadlineExceeded)
 
 
+async def test_a_cancelled_load_ends_when_its_blocks_are_the_callers_again() -> None:
+    async with pool() as (cache, stream, _):
+        prompt = cache.prompt(TOKENS)
+        loading = asyncio.create_task(cache.load(prompt, BLOCKS, first_chunk=0, end_chunk=4))
+        request = await stream.next("load")
+        loading.cancel()
+        await stream.next("cancel")
+        loading.cancel()  # impatience changes nothing
+        await asyncio.sleep(0)
+        assert not loading.done(), "the agent may still write"
+        stream.send(load_done(request, 0, [0]))
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+
 async def test_a_load_without_a_range_brings_what_is_matched() -> None:
     async with pool() as (cache, stream, _):
         prompt = cache.prompt(TOKENS[:64])

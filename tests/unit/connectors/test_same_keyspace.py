@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", module)
 
 
-def by_vllm(directory: Path, *, quantization: str | None = None, salt: str = "", **overrides: Any) -> KeyspaceSpec:
+def by_vllm(
+    directory: Path, *, quantization: str | None = None, salt: str = "", revision: str = "", **overrides: Any
+) -> KeyspaceSpec:
     """As vLLM's connector describes it, of what is read of its configuration."""
     config = AutoConfig.from_pretrained(directory)
     for name, value in overrides.items():
@@ -57,7 +60,7 @@ def by_vllm(directory: Path, *, quantization: str | None = None, salt: str = "",
     )
     engine = SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto"))
     facts = CacheFacts(block_tokens=16, head_count=2, row_bytes=2 * 16 * 4, opaque=False, dtype="float32")
-    return model_spec(VllmSettings(agent="unix:/a", salt=salt), engine, facts)
+    return model_spec(VllmSettings(agent="unix:/a", salt=salt, model_revision=revision), engine, facts)
 
 
 def by_transformers(directory: Path, *, salt: str = "", **overrides: Any) -> KeyspaceSpec:
@@ -110,8 +113,38 @@ def test_weights_that_an_engine_quantized_itself_are_others(checkpoint: Path) ->
     assert by_vllm(checkpoint, quantization="fp8") != by_vllm(checkpoint)
 
 
+def test_a_revision_that_was_given_does_not_join_models_of_one_shape(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "other")
+    assert by_vllm(checkpoint, revision="1") != by_vllm(tmp_path / "other", revision="1")
+    models = [AutoModelForCausalLM.from_pretrained(place) for place in (checkpoint, tmp_path / "other")]
+    specs = [shared_model(model, model_revision="1").spec for model in models]
+    assert specs[0] != specs[1]
+    assert specs[0] == by_vllm(checkpoint, revision="1")
+
+
 def test_weights_in_memory_that_are_not_those_of_the_files_are_told_apart(checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight += 1e-3
     assert shared_model(model).spec.model_revision != by_api(checkpoint).model_revision
+
+
+def test_adapters_put_into_a_model_in_place_are_not_taken_for_its_checkpoint(checkpoint: Path) -> None:
+    class AdaptedLinear(torch.nn.Module):
+        """As PEFT wraps a layer."""
+
+        __module__ = "peft.tuners.lora.layer"
+
+        def __init__(self, base: torch.nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base
+            self.lora_B = torch.nn.Parameter(torch.ones(base.out_features, base.in_features))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            adapted: torch.Tensor = self.base_layer(rows) + rows @ self.lora_B.T
+            return adapted
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = AdaptedLinear(attention.k_proj)
+    assert shared_model(model).spec != by_api(checkpoint)

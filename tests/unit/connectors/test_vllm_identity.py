@@ -176,6 +176,8 @@ def test_whatever_changes_the_kv_changes_the_keyspace() -> None:
     assert model_spec(SETTINGS, configured(overrides={"vision_config": {"patch_size": 16}}), ROWS) != one
     by_function = model_spec(SETTINGS, configured(overrides=lambda config: config), ROWS)
     assert by_function == model_spec(SETTINGS, configured(overrides=lambda config: config), ROWS) != one
+    changed = configured(overrides=lambda config: config, text_config={"rms_norm_eps": 1e-3})  # the same name, too
+    assert model_spec(SETTINGS, changed, ROWS) != by_function
 
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}

@@ -69,6 +69,24 @@ def test_rotary_embeddings_that_differ() -> None:
     assert len({str(normalized_rope(one)) for one in found}) == 4
 
 
+def test_rotary_embeddings_that_are_spelled_to_look_alike() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    layers = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e6}}
+    image = {"rope_type": "default", "mrope_section": [16, 24, 24]}
+    found: list[dict[str, Any]] = [
+        {},
+        {"rope_scaling": yarn | {"type": "default"}},  # an engine takes rope_type where both are given
+        {"rope_parameters": layers},
+        {"rope_parameters": layers | yarn},  # for all kinds of layers
+        {"rope_parameters": layers | yarn | {"factor": 8.0}},
+        {"rope_parameters": image},
+        {"rope_parameters": image | {"mrope_section": [24, 20, 20]}},
+    ]
+    assert len({str(normalized_rope(one)) for one in found}) == len(found)
+    assert normalized_rope({"rope_scaling": {"type": "default"} | yarn}) == normalized_rope(found[1])
+    assert normalized_rope({"rope_scaling": {"full_attention": {}}}) == {}
+
+
 def test_the_name_is_one_that_the_index_takes_and_differs_with_the_model() -> None:
     names = {model(**change).keyspace_name for change in ({}, {"quantization": "x"}, {"dtype": "fp16"})}
     names.add(Model("org/Model-7B home/a b" * 9, "1" * 64, layers=2, latent_dim=64).keyspace_name)
@@ -77,6 +95,8 @@ def test_the_name_is_one_that_the_index_takes_and_differs_with_the_model() -> No
 
 
 def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="adapters"):
+        model(adapters="abc")  # its letters would be sorted
     with pytest.raises(InvalidRequest, match="latent_dim"):
         Model("tiny", "1", layers=2)
     with pytest.raises(InvalidRequest, match="dtype must be one of"):

@@ -70,14 +70,26 @@ def checkpoint_model(
     )
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """The (text) model's configuration. raises: InvalidRequest if there is none."""
+def _config(directory: Path) -> dict[str, Any]:
     try:
-        config = json.loads((directory / CONFIG_FILE).read_text())
+        config: dict[str, Any] = json.loads((directory / CONFIG_FILE).read_text())
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{directory} has no {CONFIG_FILE} that can be read: {error}") from error
+    return config
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The (text) model's configuration. raises: InvalidRequest if there is none."""
+    config = _config(directory)
     found: dict[str, Any] = config.get("text_config") or config
     return found
+
+
+def _whole_config(directory: Path) -> dict[str, Any]:
+    """The text model's configuration, and what a model of several has beside it. raises: InvalidRequest."""
+    config: dict[str, Any] = _config(directory)
+    text = config.pop("text_config", None)
+    return {**text, "beside text": json.loads(canonical_config(config))} if text else config
 
 
 def weights_digest(place: Path) -> str | None:
@@ -102,7 +114,7 @@ def weights_digest(place: Path) -> str | None:
     for part in (*tensors, *others):
         hasher.update(part)
     if (place / CONFIG_FILE).is_file():
-        hasher.update(canonical_config(read_config(place)))
+        hasher.update(canonical_config(_whole_config(place)))
     return hasher.hexdigest()
 
 

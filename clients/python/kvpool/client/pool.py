@@ -56,6 +56,7 @@ class AsyncPool:
         self._config = config
         self._cache = cache
         self._closed = False
+        self._ended = asyncio.Event()  # closed, so that nothing more is learned of what the agent holds
         self._reconnecting = asyncio.create_task(self._keep_connected(), name="kvpool reconnect")
         self.totals = RequestStats()  # of all requests counted with `count`
 
@@ -156,8 +157,9 @@ class AsyncPool:
     ) -> Coroutine[Any, Any, LoadResult]:
         """Load what the pool has of a prompt. Returns when the blocks are the caller's again, whatever came of it.
 
-        After a deadline that takes until the agent has stopped writing, or its process has ended; see `start_load` for
-        a caller that can do without the blocks meanwhile.
+        After a deadline or a cancellation that takes until the agent has stopped writing, or its process has ended; see
+        `start_load` for a caller that can do without the blocks meanwhile. raises: ServiceUnavailable if the pool is
+        closed and that is not known by then: then they are not.
 
         first_chunk: the engine has those before. end_chunk: the first one not to load; by default, where the match
         ends. skip_tokens: of the first chunk, to leave untouched. compute_us_per_token: see EngineSession.load.
@@ -178,13 +180,22 @@ class AsyncPool:
 
     async def _finish_load(self, starting: Coroutine[Any, Any, AsyncHandle[LoadResult]]) -> LoadResult:
         handle = await starting
-        try:
-            result = await handle.result()
-            await handle.wait_released()
-            return result
-        except asyncio.CancelledError:
-            handle.cancel()  # the blocks stay the agent's until it says so; the session keeps its requests
-            raise
+        is_cancelled = False
+        while not handle.released and not self._ended.is_set():
+            waits = [asyncio.ensure_future(handle.wait_released()), asyncio.ensure_future(self._ended.wait())]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:  # a caller that is gone gives its blocks to others
+                is_cancelled = True
+                handle.cancel()
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        if is_cancelled:
+            raise asyncio.CancelledError
+        if not handle.released:
+            raise ServiceUnavailable("the pool was closed and its agent did not let go of the blocks: leave them alone")
+        return await handle.result()
 
     def start_load(
         self,
@@ -357,7 +368,10 @@ class AsyncPool:
         self._closed = True
         self._reconnecting.cancel()
         await asyncio.gather(self._reconnecting, return_exceptions=True)
-        return await self._session.close()
+        try:
+            return await self._session.close()
+        finally:
+            self._ended.set()
 
     async def __aenter__(self) -> AsyncPool:
         return self

@@ -34,6 +34,7 @@ def shared_model(
 ) -> Model:
     """The model as all engines describe it. Computes one token to see that the cache is what the config says.
 
+    model_id: by default the kind of model, with a model_revision the name or path that it was loaded from.
     model_revision: by default a digest of its checkpoint's files, or of its weights in memory if they are not those.
 
     raises: GeometryUnsupported naming the model and what it has that cannot be shared; InvalidRequest naming a bad
@@ -48,7 +49,8 @@ def shared_model(
     stored = read_config(files) if files is not None else {}
     quantization = config.get("quantization_config") if "quantization_config" not in stored else None
     return Model(
-        model_id or family_name(config),
+        # A revision that was given may be that of another model of this kind, too.
+        model_id or (model_revision and str(getattr(model.config, "_name_or_path", ""))) or family_name(config),
         model_revision or (weights_digest(files) if files is not None else None) or memory_digest(model),
         layers=group.layers,
         kv_heads=group.kv_heads,
@@ -68,6 +70,8 @@ def checkpoint_of(model: PreTrainedModel) -> Path | None:
     )
     if place is None or not place.is_dir() or getattr(model, "_hf_peft_config_loaded", False):
         return None
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        return None  # adapters that were put in place: their base layers still have the weights of the files
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     compared = 0
     for path in sorted(place.glob("*.safetensors")):

@@ -26,6 +26,7 @@ _NAME_MODEL_MAX = 40
 _DEFAULT_ROPE_THETA = 10000.0
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 """Of a model's config: those that `normalized_rope` reads."""
+_PLAIN_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _ROPE_ALIASES = {"type": "rope_type", "theta": "rope_theta"}
 
 
@@ -104,7 +105,9 @@ def kv_salt(
     adapters: Sequence[str] = (),
     variant: Sequence[Any] = (),
 ) -> bytes:
-    """16 bytes over what changes KV beside weights and geometry; empty where that is nothing."""
+    """16 bytes over what changes KV beside weights and geometry; empty where that is nothing. raises: InvalidRequest."""
+    if isinstance(adapters, str):
+        raise InvalidRequest("adapters must be a sequence of digests, not one string")
     parts: dict[str, Any] = {
         "rope": normalized_rope(rope or {}),
         "quantization": (quantization or "").lower(),
@@ -126,18 +129,27 @@ def normalized_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
     if kinds:
-        each = {kind: normalized_rope({**config, "rope_parameters": value}) for kind, value in sorted(kinds.items())}
+        of_all = {key: value for key, value in parameters.items() if key not in kinds}
+        plain = {key: value for key, value in config.items() if key != "rope_scaling"}
+        each = {
+            kind: normalized_rope({**plain, "rope_parameters": {**of_all, **value}})
+            for kind, value in sorted(kinds.items())
+        }
         distinct = list({json.dumps(one, sort_keys=True): one for one in each.values()}.values())
         return distinct[0] if len(distinct) == 1 else {kind: one for kind, one in each.items() if one}
     found: dict[str, Any] = {}
     for key in ("rope_theta", "partial_rotary_factor"):
         if config.get(key) is not None:
             found[key] = config[key]
-    found |= {_ROPE_ALIASES.get(key, key): value for key, value in parameters.items() if value is not None}
+    given = {key: value for key, value in parameters.items() if value is not None}
+    for alias, key in _ROPE_ALIASES.items():  # where both are given, the alias is not read
+        if alias in given:
+            given = {key: given.pop(alias)} | given
+    found |= given
     if found.get("rope_type") in ("default", ""):
         del found["rope_type"]
-    if "rope_type" not in found:  # plain ones have a base and a share of each head, and nothing else
-        found = {key: found[key] for key in ("rope_theta", "partial_rotary_factor", "use_fope") if key in found}
+    if "rope_type" not in found and not found.get("use_fope"):  # plain ones read nothing else
+        found = {key: found[key] for key in _PLAIN_ROPE_KEYS if key in found}
     found = {key: _number(value) for key, value in found.items()}
     for key, default in (("rope_theta", _DEFAULT_ROPE_THETA), ("partial_rotary_factor", 1.0), ("use_fope", False)):
         if found.get(key) == default:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvpool.client.checkpoint import canonical_config
 from kvpool.connectors.checkpoints import weights_revision
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
@@ -219,7 +220,8 @@ def model_spec(
     )
     config = model.hf_text_config.to_dict()
     return Model(
-        settings.model_id or family_name(config),
+        # A revision that was given may be that of another model of this kind, too.
+        settings.model_id or (str(model.model) if settings.model_revision else family_name(config)),
         settings.model_revision or (model_revision(model) if read_weights else "not read"),
         layers=model.get_total_num_hidden_layers() + facts.draft_layers,
         dtype=_DTYPES[facts.dtype],
@@ -262,7 +264,10 @@ def _override_parts(model: Any) -> list[Any]:
     if isinstance(overrides, Mapping):
         overrides = {key: value for key, value in overrides.items() if key not in ROPE_KEYS}
         return [{"overrides": overrides}] if overrides else []
-    return [{"overrides": getattr(overrides, "__qualname__", overrides)}] if overrides else []
+    if not overrides:
+        return []
+    changed = getattr(model.hf_config, "to_dict", model.hf_text_config.to_dict)()  # a name says little of a function
+    return [{"overrides": getattr(overrides, "__qualname__", ""), "to": canonical_config(changed).decode()}]
 
 
 def _computed_in(model: Any, facts: CacheFacts) -> list[str]:

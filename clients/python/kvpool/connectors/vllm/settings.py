@@ -29,7 +29,7 @@ class VllmSettings:
     # parallel index, "{gpu}" for its GPU's UUID. "auto", "auto:/directory" or a directory: the agent that announces
     # itself there for the worker's GPU.
     agent: str = ""
-    model_id: str = ""  # empty: the kind of model, as its config says
+    model_id: str = ""  # empty: the kind of model, as its config says; with a model_revision the model's name or path
     model_revision: str = ""  # empty: a digest of the weights, else the hub's commit; see client.checkpoint
     keyspace_name: str = ""  # what operators see; empty: made of model, revision, element type and chunk_tokens
     salt: str = ""  # engines with unequal salts share nothing
