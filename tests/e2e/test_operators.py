@@ -186,7 +186,7 @@ def test_top_shows_the_traffic(old: Cluster) -> None:
 
     def traffic() -> dict[str, Any]:
         """What was read between two looks, both of which this machine may let be too close together."""
-        seen = old.json("top", "--once", "--interval", "2")
+        seen = old.json("top", "--once", "--interval", "2s")
         moved = sum(seen["total"]["read_bytes"].values()) > 0 and sum(seen["total"]["tokens"].values()) > 0
         return seen if moved and seen["hot"] and seen["hot"][0]["page_reads_per_minute"] > 1 else {}
 
@@ -194,7 +194,7 @@ def test_top_shows_the_traffic(old: Cluster) -> None:
     engine.start()
     try:
         seen = eventually_sync(traffic)
-        text = old.run("top", "--once", "--interval", "0.5")
+        text = old.run("top", "--once", "--interval", "500ms")
     finally:
         enough.set()
         engine.join()
