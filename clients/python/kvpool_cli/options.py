@@ -14,10 +14,23 @@ from kvpool_cli.quantities import duration_from_text, size_from_text
 
 _PROMPT = "Prompt"
 
-Keyspace = Annotated[str, typer.Option("--keyspace", "-k", metavar="NAME", help="Needed if there is more than one.")]
-OneKeyspace = Annotated[str, typer.Option("--keyspace", "-k", metavar="NAME", help="Only this one (default: all).")]
+
+def _named(ctx: typer.Context, param: typer.CallbackParam, value: str) -> str:
+    """Refuse a name that came out empty, as that of a variable that is not set: it must not stand for all."""
+    source = ctx.get_parameter_source(str(param.name))
+    if not value and source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter("must not be empty; leave the option out to name none")
+    return value
+
+
+def _name_option(*flags: str, metavar: str, help: str) -> Any:
+    return typer.Option(*flags, metavar=metavar, help=help, callback=_named)
+
+
+Keyspace = Annotated[str, _name_option("--keyspace", "-k", metavar="NAME", help="Needed if there is more than one.")]
+OneKeyspace = Annotated[str, _name_option("--keyspace", "-k", metavar="NAME", help="Only this one (default: all).")]
 Node = Annotated[
-    str, typer.Option("--node", metavar="NODE", help="Only this one: node id (its beginning), host id or endpoint.")
+    str, _name_option("--node", metavar="NODE", help="Only this one: node id (its beginning), host id or endpoint.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; required without a terminal.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would go; nothing is changed.")]

@@ -30,6 +30,15 @@ def test_a_destructive_command_without_a_terminal_is_refused_before_anything_is_
     assert "--yes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--keyspace", "--node"])
+def test_a_name_that_came_out_empty_is_not_taken_for_all(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        ["cache", "clear"] if option == "--keyspace" else ["cache", "evict", "--keyspace", "k", "--whole-keyspace"]
+    )
+    assert main([*command, option, "", "--yes", "--index", "127.0.0.1:1"]) == 2  # "$NAME" of a script, say
+    assert option in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [*([*one, "--yes"] for one in DESTRUCTIVE[:3]), ["cache", "clear", "--dry-run"]])
 def test_with_yes_or_as_a_dry_run_it_calls_the_cluster(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*argv, "--index", "127.0.0.1:1"]) == 1

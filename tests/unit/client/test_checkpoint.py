@@ -47,7 +47,7 @@ def test_what_is_computed_counts_and_where_it_came_from_does_not(tmp_path: Path)
 
 
 def test_what_is_computed_beside_the_text_model_counts(tmp_path: Path) -> None:
-    text = {"text_config": CONFIG | {"_name_or_path": "here"}, "vision_feature_layer": -2}
+    text: dict[str, Any] = {"text_config": CONFIG | {"_name_or_path": "here"}, "vision_feature_layer": -2}
     first = weights_digest(write(tmp_path / "a", b"weights", **text))
     moved = text | {"text_config": CONFIG | {"_name_or_path": "there"}}
     assert weights_digest(write(tmp_path / "b", b"weights", **moved)) == first

@@ -220,6 +220,19 @@ async def test_a_cancelled_load_ends_when_its_blocks_are_the_callers_again() -> 
             await loading
 
 
+async def test_a_store_that_is_cancelled_half_begun_gives_no_block_back_early() -> None:
+    async with pool(max_request_chunks=1, requests_in_flight_max=1) as (cache, stream, _):
+        storing = asyncio.create_task(cache.store(cache.prompt(TOKENS), BLOCKS, end_chunk=2))
+        request = await stream.next("store")
+        storing.cancel()  # while the second request waits for the first
+        await stream.next("cancel")
+        assert not storing.done(), "the agent may still read"
+        done = gpuagent_pb2.EngineStoreDone(stored_chunks=1)
+        stream.send(Response(request_id=request.request_id, store_done=done))
+        with pytest.raises(asyncio.CancelledError):
+            await storing
+
+
 async def test_a_load_without_a_range_brings_what_is_matched() -> None:
     async with pool() as (cache, stream, _):
         prompt = cache.prompt(TOKENS[:64])

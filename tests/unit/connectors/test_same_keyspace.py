@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpool
+from kvpool.client.checkpoint import tensor_windows
 from kvpool.client.hashing import Prompt
 from kvpool.connectors.transformers_model import shared_model
 from kvpool.connectors.vllm.identity import CacheFacts, model_spec
@@ -120,6 +121,18 @@ def test_a_revision_that_was_given_does_not_join_models_of_one_shape(checkpoint:
     specs = [shared_model(model, model_revision="1").spec for model in models]
     assert specs[0] != specs[1]
     assert specs[0] == by_vllm(checkpoint, revision="1")
+
+
+def test_a_token_that_was_trained_alone_is_seen(checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    rows = model.model.embed_tokens.weight
+    read = {at // 4 // rows.shape[1] for window in tensor_windows(rows.numel() * 4) for at in window}
+    token = next(token for token in range(rows.shape[0]) if token not in read)
+    with torch.no_grad():
+        rows[token] += 1
+    assert shared_model(model).spec != by_api(checkpoint)
+    model.save_pretrained(tmp_path / "trained")
+    assert by_api(tmp_path / "trained") != by_api(checkpoint)
 
 
 def test_weights_in_memory_that_are_not_those_of_the_files_are_told_apart(checkpoint: Path) -> None:

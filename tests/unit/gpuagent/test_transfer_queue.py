@@ -89,6 +89,20 @@ async def test_first_windows_go_before_later_ones_and_of_those_the_oldest_loads_
     assert await link.order() == [30, 31, 10, 20, 21]
 
 
+async def test_a_window_behind_another_is_passed_as_seldom(link: Link) -> None:
+    link.submit(2000, order=2)
+    link.submit(100, FIRST_WINDOW_ORDER)
+    for name in range(1, MOST_PASSED):
+        link.submit(100 + name, FIRST_WINDOW_ORDER)
+    link.submit(1000, order=1)  # before the other, which was passed often enough
+    small = list(range(3 * MOST_PASSED))
+    for name in small:
+        link.submit(name, FIRST_WINDOW_ORDER)
+    order = await link.order()
+    behind = [name for name in order[order.index(1000) :] if name in small]
+    assert order.index(2000) < order.index(behind[0])
+
+
 async def test_a_window_is_passed_by_a_bounded_number_of_first_windows(link: Link) -> None:
     large = [1000, 1001]
     for name in large:

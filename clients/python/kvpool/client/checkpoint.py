@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.model import ENGINE_CHUNK_TOKENS, ROPE_KEYS, Model, family_name
@@ -26,6 +29,7 @@ NOT_COMPUTED = (
 )
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.gguf")
 _WINDOWS, _WINDOW_BYTES = 8, 512  # of each tensor
+_ROW_BYTES = 64  # of each row of a table of tokens
 _FILE_WINDOWS, _FILE_WINDOW_BYTES = 256, 4096  # of a file whose tensors are not known
 _HEADER_BYTES_MAX = 100 << 20  # as safetensors has it
 _HEADER_LENGTH = struct.Struct("<Q")
@@ -96,9 +100,10 @@ def weights_digest(place: Path) -> str | None:
     """32 hex digits over a checkpoint: equal for copies of it, wherever they lie and however they are cut into files.
 
     Covered: of every tensor in safetensors files its name, element type, shape and 8 windows of 512 bytes, evenly
-    spaced; of other weight files name, size and 256 windows of 4 KiB; of config.json what is computed, rotary
-    embeddings aside (they are part of Model.rope). Other bytes are not read: a change that spares all windows of all
-    tensors is not seen, so give weights that were edited by hand a revision of their own.
+    spaced, of token embeddings also 64 bytes of each row; of other weight files name, size and 256 windows of 4 KiB; of
+    config.json what is computed, rotary embeddings aside (they are part of Model.rope). Other bytes are not read: a
+    change that spares all windows of all tensors is not seen, so give weights that were edited by hand a revision of
+    their own.
 
     place: a directory, or one file. None if there are no weights. raises: OSError; InvalidRequest for a damaged file.
     """
@@ -129,6 +134,20 @@ def tensor_windows(size_bytes: int) -> list[range]:
     return _windows(size_bytes, _WINDOWS, _WINDOW_BYTES)
 
 
+def has_a_row_a_token(name: str, shape: Sequence[int]) -> bool:
+    """Whether rows of a tensor may have been trained by themselves, as those of tokens that were added."""
+    return len(shape) == 2 and all(shape) and ("embed" in name or "wte" in name)
+
+
+def row_heads(file: BinaryIO, start: int, row_count: int, size_bytes: int) -> bytes:
+    """The first bytes of each row of a tensor that begins at `start`: at most 64."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        rows = np.frombuffer(mapped, np.uint8, count=size_bytes, offset=start).reshape(row_count, -1)
+        heads = rows[:, :_ROW_BYTES].tobytes()
+        del rows  # or the mapping could not be closed
+    return heads
+
+
 def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     """A safetensors file's tensors by name, and where their bytes begin. raises: InvalidRequest for a damaged one."""
     try:
@@ -151,6 +170,8 @@ def _tensors(path: Path) -> Iterator[bytes]:
             for window in tensor_windows(end - begin):
                 file.seek(base + begin + window.start)
                 hasher.update(file.read(len(window)))
+            if has_a_row_a_token(name, tensor["shape"]):
+                hasher.update(row_heads(file, base + begin, tensor["shape"][0], end - begin))
             yield json.dumps([name, tensor["dtype"], tensor["shape"], hasher.hexdigest()]).encode()
 
 

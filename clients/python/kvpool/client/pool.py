@@ -180,22 +180,29 @@ class AsyncPool:
 
     async def _finish_load(self, starting: Coroutine[Any, Any, AsyncHandle[LoadResult]]) -> LoadResult:
         handle = await starting
-        is_cancelled = False
-        while not handle.released and not self._ended.is_set():
-            waits = [asyncio.ensure_future(handle.wait_released()), asyncio.ensure_future(self._ended.wait())]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:  # a caller that is gone gives its blocks to others
-                is_cancelled = True
-                handle.cancel()
-            finally:
-                for wait in waits:
-                    wait.cancel()
-        if is_cancelled:
+        if await self._wait_released(handle):
             raise asyncio.CancelledError
         if not handle.released:
             raise ServiceUnavailable("the pool was closed and its agent did not let go of the blocks: leave them alone")
         return await handle.result()
+
+    async def _wait_released(self, held: AsyncHandle[LoadResult] | StoreRequest) -> bool:
+        """Wait until blocks are the caller's again, or nothing more is learned of them as the pool was closed.
+
+        Also when cancelled, which is returned: a caller that is gone gives its blocks to others.
+        """
+        is_cancelled = False
+        while not held.released and not self._ended.is_set():
+            waits = [asyncio.ensure_future(held.wait_released()), asyncio.ensure_future(self._ended.wait())]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                is_cancelled = True
+                held.cancel()
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        return is_cancelled
 
     def start_load(
         self,
@@ -324,6 +331,12 @@ class AsyncPool:
             spans = self._windows(prompt, block_table, chunks, 0)
             with trace.current():
                 error = await self._begin_stores(spans, requests, retention, still_valid, event)
+        except asyncio.CancelledError:  # its caller gets no handle
+            for request in requests:
+                request.cancel()
+            for request in requests:
+                await self._wait_released(request)
+            raise
         finally:
             end_with_stores(trace, requests, error)
             self._session.give_back(event)

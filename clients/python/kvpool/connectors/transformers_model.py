@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from kvpool.client.checkpoint import NOT_COMPUTED, read_config, read_header, tensor_windows, weights_digest
+from kvpool.client.checkpoint import (
+    NOT_COMPUTED,
+    has_a_row_a_token,
+    read_config,
+    read_header,
+    row_heads,
+    tensor_windows,
+    weights_digest,
+)
 from kvpool.connectors.checkpoints import checkpoint_place
 from kvpool.core.errors import GeometryUnsupported
 from kvpool.core.keyspace import Dtype, KvGroup
@@ -81,13 +89,13 @@ def checkpoint_of(model: PreTrainedModel) -> Path | None:
                 tensor = tensors.get(name)
                 if tensor is None or list(tensor.shape) != described["shape"] or described["dtype"] not in _STORED:
                     continue  # renamed, or in another form: what is compared has to do
-                if not _agrees(file, base, described, tensor):
+                if not _agrees(file, base, name, described, tensor):
                     return None
                 compared += 1
     return place if compared else None
 
 
-def _agrees(file: BinaryIO, base: int, described: Mapping[str, Any], tensor: torch.Tensor) -> bool:
+def _agrees(file: BinaryIO, base: int, name: str, described: Mapping[str, Any], tensor: torch.Tensor) -> bool:
     """Whether a tensor has what the file has of it, in all of its windows."""
     import torch
 
@@ -100,6 +108,10 @@ def _agrees(file: BinaryIO, base: int, described: Mapping[str, Any], tensor: tor
         first = window.start // stored.itemsize
         if not torch.equal(flat[first : first + len(theirs)].cpu(), theirs):
             return False
+    if has_a_row_a_token(name, described["shape"]):
+        heads = bytearray(row_heads(file, base + begin, len(tensor), end - begin))
+        rows = torch.frombuffer(heads, dtype=stored).reshape(len(tensor), -1).to(tensor.dtype)
+        return torch.equal(tensor.detach()[:, : rows.shape[1]].cpu(), rows)
     return True
 
 

@@ -105,7 +105,7 @@ def kv_salt(
     adapters: Sequence[str] = (),
     variant: Sequence[Any] = (),
 ) -> bytes:
-    """16 bytes over what changes KV beside weights and geometry; empty where that is nothing. raises: InvalidRequest."""
+    """16 bytes over what changes KV beside weights and geometry; empty where that is nothing."""
     if isinstance(adapters, str):
         raise InvalidRequest("adapters must be a sequence of digests, not one string")
     parts: dict[str, Any] = {

@@ -193,7 +193,7 @@ class TransferQueue:
             place -= 1
         if place == len(self._pending) or transfer.batch.order != FIRST_WINDOW_ORDER:
             return place
-        if self._pending[place].passed == MOST_PASSED:
+        while place < len(self._pending) and self._pending[place].passed >= MOST_PASSED:
             place += 1
         if place < len(self._pending):
             self._pending[place].passed += 1
