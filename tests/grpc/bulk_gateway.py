@@ -58,6 +58,7 @@ class MemoryGateway:
     def __init__(self, slots_max: int = 64) -> None:
         self.pages: dict[PageKey, tuple[bytearray, PageMetadata]] = {}
         self.errors: dict[PageKey, KvPoolError] = {}  # what acquire or reserve answers for a key
+        self.late: dict[PageKey, Future[Sequence[ReadGrant | KvPoolError | None]]] = {}  # answers of acquires for it
         self.pending: set[PageKey] = set()
         self.lock = threading.Lock()
         self.sessions: set[MemorySession] = set()
@@ -104,7 +105,10 @@ class MemorySession:
         self._write_keys: dict[int, tuple[PageKey, PageMetadata]] = {}
 
     def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Future[Sequence[ReadGrant | KvPoolError | None]]:
-        return done([self._acquire(page_key) for page_key in keys])
+        late = next((page_key for page_key in keys if page_key in self._gateway.late), None)
+        if late is None:
+            return done([self._acquire(page_key) for page_key in keys])
+        return self._gateway.late[late]
 
     def _acquire(self, page_key: PageKey) -> ReadGrant | KvPoolError | None:
         gateway = self._gateway

@@ -1893,7 +1893,7 @@ class ReadPagesRequest(_message.Message):
     expected_incarnation: _builtins.int
     """Incarnation the reader expects, from a match; 0 means any."""
     frame_bytes: _builtins.int
-    """Payload piece of one frame: 64 KiB to 4 MiB; 0 means 1 MiB."""
+    """Payload piece of one frame: 64 KiB to 4 MiB; 0 means 1 MiB. The last piece of a page may have up to 32 KiB more."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Page keys of 34 bytes; at most 1024."""
