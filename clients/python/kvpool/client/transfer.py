@@ -1,8 +1,8 @@
 """Pages to and from a pagestore by bulk streams: synchronous, straight between the caller's buffers and the network.
 
 Every item is answered for itself. A stream that breaks is resumed once, on a fresh connection, with the pages that had
-not settled. Checked here: that a page's pieces follow each other and add up. Not checked: the page's own sums, which
-belong to whoever uses the bytes.
+not settled. This module checks that a page's pieces follow each other and add up. The page's sums are verified by the
+code that uses the bytes.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _CHANNEL_OPTIONS: Final = [
 
 
 class TransferStop(Protocol):
-    """Whether a transfer is still wanted. Asked, and told, from any thread."""
+    """Whether a transfer is still wanted. Thread-safe."""
 
     @property
     def stopped(self) -> bool:
-        """True once it is not; for ever."""
+        """True once it is not wanted; it stays True."""
         ...
 
     def on_stop(self, act: Callable[[], object]) -> None:
-        """Have `act` called when the transfer is stopped, at once if it is already. It replaces an earlier one."""
+        """Call `act` when the transfer is stopped, at once if it is already. It replaces an earlier one."""
         ...
 
 
@@ -78,7 +78,7 @@ class PageTransferClient:
         tls: TlsCredentials | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`metadata` goes with every call. Connects when first used, and anew when the files of `tls` have changed.
+        """`metadata` goes with every call. Connects when first used, and again when the files of `tls` have changed.
 
         tracer: calls carry the context that is current in their thread.
         """
@@ -160,7 +160,7 @@ class PageTransferClient:
         ends_at_s: float,
         stop: TransferStop | None = None,
     ) -> KvPoolError:
-        """Run the call until all has settled or there is no point in going on; the error for what has not."""
+        """Run the call until all pages have settled or a retry cannot help. Return the error for the others."""
         error: KvPoolError = ServiceUnavailable(f"{self._endpoint} answered nothing")
         for _ in range(_ATTEMPTS):
             if batch.settled or (stop is not None and stop.stopped):
@@ -268,7 +268,7 @@ class _ReadAttempt:
                 raise
             raise Stopped("the transfer was stopped") from error  # which says nothing about the connection
         finally:
-            call.cancel()  # nothing to a call that has ended
+            call.cancel()  # has no effect on a call that has ended
 
 
 class _WriteAttempt:

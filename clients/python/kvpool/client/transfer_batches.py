@@ -28,14 +28,14 @@ OnWritten = Callable[[int, Admission, KvPoolError | None], None]
 
 
 def _ignore(_: PageMetadata) -> None:
-    """Most readers care for the bytes alone."""
+    """The default: most readers need only the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageToRead:
     """`destination` has exactly the page's bytes; what it holds after a miss or an error is undefined.
 
-    on_metadata: told, before the page is reported, what the pagestore keeps beside it; again when a stream is resumed.
+    on_metadata: gets the page's metadata before the page is reported, and again when a stream is resumed.
     """
 
     key: PageKey
@@ -45,7 +45,7 @@ class PageToRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageToWrite:
-    """`page` is a sealed page: header, payload, sum table. Not looked at any more once the call has returned."""
+    """`page` is a sealed page: header, payload, sum table. It is not read after the call has returned."""
 
     key: PageKey
     page: memoryview
@@ -173,7 +173,7 @@ class WriteBatch:
         return self._messages(self._attempt, self._first)
 
     def end_attempt(self) -> None:
-        """No page is looked at by the attempt's messages after this, whoever may still ask for them."""
+        """After this the attempt's messages read no page, even if gRPC still asks for them."""
         with self._lock:
             self._attempt += 1
 
