@@ -373,7 +373,8 @@ class PageStoreSession:
         """End this session, unmap it and open its successor. May be called again after a failure.
 
         drained: every copy and kernel on this session's slots has ended. It is reported to the pagestore only if no
-        view of a slot lives any more; else it keeps the slots until this process lets go of them. raises: as `open` does.
+        view of a slot lives any more; else it keeps the slots until this process lets go of them. raises: as `open`
+        does.
         """
         self._closed = True
         await self._stream.abort("the session is reopened")

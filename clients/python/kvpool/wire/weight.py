@@ -43,7 +43,7 @@ def check_weight(data: bytes, message: Descriptor) -> None:
         return
     weight_bytes = decoded_size_bound(data, message, HEAVIEST_BYTES)
     if weight_bytes is None:
-        raise InvalidRequest(f"{len(data)} bytes cannot be read as {message.name}")
+        raise InvalidRequest(f"{len(data)} bytes are no {message.name}")
     if weight_bytes > HEAVIEST_BYTES:
         raise InvalidRequest(
             f"a {message.name} of {len(data)} bytes would take more than {HEAVIEST_BYTES >> 20} MiB once read; "
