@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,7 +45,7 @@ from kvpool.core.outcome import Admission
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal, slot_bytes, verify
 from kvpool.core.payload import payload_bytes
 from kvpool.v1 import pagestore_pb2 as pb
-from kvpool.wire.frames import MAX_MESSAGE_BYTES, BulkFrame
+from kvpool.wire.frames import MAX_MESSAGE_BYTES, BulkFrame, page_pieces
 from kvpool_pagestore.bulk_servicer import PageTransferServicer
 from kvpool_pagestore.ports_bulk import ReadGrant
 from kvpool_server.listen import TcpAddress
@@ -56,18 +57,20 @@ SPEC = KeyspaceSpec(
     model_id="bench", model_revision="1", groups=(KvGroup(32, 8, 128),), dtype=Dtype.BF16, chunk_tokens=256
 )
 GRID = ShardGrid.of(SPEC)
-PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)  # 2 MiB, equal for all shards
+PAYLOAD_BYTES = 2 * MIB
+SHARDS = [shard for shard in range(GRID.shard_count) if payload_bytes(SPEC, GRID, shard) == PAYLOAD_BYTES]  # of TP 4
 KEYSPACE = keyspace_id(encode_keyspace("default", SPEC))
 METADATA = PageMetadata(parent_hash=bytes(16), chunk_index=0, group_head_hash=bytes(16))
 BARE = "/bench.Bare/Read"
 
 
 def key(number: int) -> PageKey:
-    return PageKey(KEYSPACE, (number // GRID.shard_count).to_bytes(16, "big"), number % GRID.shard_count)
+    chunk, position = divmod(number, len(SHARDS))
+    return PageKey(KEYSPACE, chunk.to_bytes(16, "big"), SHARDS[position])
 
 
 def number_of(page_key: PageKey) -> int:
-    return int.from_bytes(page_key.chunk_hash, "big") * GRID.shard_count + page_key.shard
+    return int.from_bytes(page_key.chunk_hash, "big") * len(SHARDS) + SHARDS.index(page_key.shard)
 
 
 def make_page(number: int, buffer: memoryview) -> None:
@@ -97,9 +100,11 @@ class BenchArena:
     ) -> Any:
         return self
 
-    def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
+    def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Future[Sequence[ReadGrant | KvPoolError | None]]:
+        acquired: Future[Sequence[ReadGrant | KvPoolError | None]] = Future()
         pages = [self.pages[number_of(page_key)] for page_key in keys]
-        return [ReadGrant(lease_id=1, page=memoryview(page), metadata=METADATA) for page in pages]
+        acquired.set_result([ReadGrant(lease_id=1, page=memoryview(page), metadata=METADATA) for page in pages])
+        return acquired
 
     def release(self, grants: Sequence[ReadGrant]) -> None:
         """Nothing is leased."""
@@ -119,8 +124,8 @@ def serve(pipe: Connection, page_count: int) -> None:
     def bare(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         frame_bytes = int(request)
         for page in arena.pages:
-            for offset in range(0, len(page), frame_bytes):
-                yield bytes(page[offset : offset + frame_bytes])
+            for begin, end in page_pieces(len(page), frame_bytes):
+                yield bytes(page[begin:end])
 
     def stock(frame: BulkFrame) -> bytes:
         message = pb.PageFrame()
@@ -223,9 +228,9 @@ class Peer:
             PageToWrite(key=key(number), page=memoryview(buffer), metadata=METADATA)
             for number, buffer in enumerate(self._buffers)
         ]
-        answers: list[Admission] = []
+        answers: list[Admission | KvPoolError] = []
         self._pagestore.write_pages(
-            [(KEYSPACE, SPEC)], items, lambda index, admission, error: answers.append(admission), timeout_s=60
+            [(KEYSPACE, SPEC)], items, lambda index, admission, error: answers.append(error or admission), timeout_s=60
         )
         assert answers == [Admission.RESERVED] * len(items), answers[:3]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
+from typing import TypeVar
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -31,6 +32,15 @@ INCARNATION = 77
 METADATA = PageMetadata(parent_hash=b"p" * 16, chunk_index=3, group_head_hash=b"g" * 16, priority=5)
 
 
+T = TypeVar("T")
+
+
+def done(answer: T) -> Future[T]:
+    settled: Future[T] = Future()
+    settled.set_result(answer)
+    return settled
+
+
 def key(number: int) -> PageKey:
     return PageKey(KEYSPACE, number.to_bytes(16, "big"), 1)
 
@@ -48,6 +58,7 @@ class MemoryGateway:
     def __init__(self, slots_max: int = 64) -> None:
         self.pages: dict[PageKey, tuple[bytearray, PageMetadata]] = {}
         self.errors: dict[PageKey, KvPoolError] = {}  # what acquire or reserve answers for a key
+        self.late: dict[PageKey, Future[Sequence[ReadGrant | KvPoolError | None]]] = {}  # answers of acquires for it
         self.pending: set[PageKey] = set()
         self.lock = threading.Lock()
         self.sessions: set[MemorySession] = set()
@@ -93,8 +104,11 @@ class MemorySession:
         self._slots: dict[int, bytearray] = {}
         self._write_keys: dict[int, tuple[PageKey, PageMetadata]] = {}
 
-    def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
-        return [self._acquire(page_key) for page_key in keys]
+    def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Future[Sequence[ReadGrant | KvPoolError | None]]:
+        late = next((page_key for page_key in keys if page_key in self._gateway.late), None)
+        if late is None:
+            return done([self._acquire(page_key) for page_key in keys])
+        return self._gateway.late[late]
 
     def _acquire(self, page_key: PageKey) -> ReadGrant | KvPoolError | None:
         gateway = self._gateway
@@ -122,7 +136,12 @@ class MemorySession:
         for grant in grants:
             self._free(grant.lease_id)
 
-    def reserve(self, page_key: PageKey, size_bytes: int, metadata: PageMetadata) -> WriteGrant | int | KvPoolError:
+    def reserve(
+        self, page_key: PageKey, size_bytes: int, metadata: PageMetadata
+    ) -> Future[WriteGrant | int | KvPoolError]:
+        return done(self._reserve(page_key, size_bytes, metadata))
+
+    def _reserve(self, page_key: PageKey, size_bytes: int, metadata: PageMetadata) -> WriteGrant | int | KvPoolError:
         gateway = self._gateway
         if page_key in gateway.errors:
             return gateway.errors[page_key]
@@ -137,13 +156,11 @@ class MemorySession:
         return WriteGrant(lease_id=lease_id, page=memoryview(slot))
 
     def put(self, page_key: PageKey, page: memoryview, metadata: PageMetadata) -> Future[int | KvPoolError]:
-        done: Future[int | KvPoolError] = Future()
-        answer = self.reserve(page_key, len(page), metadata)
+        answer = self._reserve(page_key, len(page), metadata)
         if isinstance(answer, WriteGrant):
             answer.page[:] = page
             answer = self.commit(answer).result() or int(Admission.RESERVED)
-        done.set_result(answer)
-        return done
+        return done(answer)
 
     def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
         page_key, metadata = self._write_keys.pop(grant.lease_id)
@@ -153,9 +170,7 @@ class MemorySession:
             self._gateway.pages[page_key] = page, metadata
         grant.page.release()
         self._free(grant.lease_id)
-        done: Future[KvPoolError | None] = Future()
-        done.set_result(None if fault is None else PageCorrupt(str(fault)))
-        return done
+        return done(None if fault is None else PageCorrupt(str(fault)))
 
     def abort(self, grants: Sequence[WriteGrant]) -> None:
         for grant in grants:

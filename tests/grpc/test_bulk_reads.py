@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -77,6 +78,31 @@ def test_pages_arrive_bit_for_bit_in_windows(gateway: MemoryGateway, endpoint: s
     assert reports == [(number, None, True) for number in range(10)]
     assert gateway.lease_count_max == 3
     eventually_sync(lambda: drained(gateway))
+
+
+def test_pages_are_sent_while_later_ones_are_still_on_their_way(gateway: MemoryGateway, channel: grpc.Channel) -> None:
+    gateway.store(0, 1000)
+    gateway.store(1, 1000)
+    gateway.late[key(2)] = Future()
+    call = pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(3), timeout=60)
+    assert [next(call).item_index, next(call).item_index] == [0, 1]
+    gateway.late[key(2)].set_result([None])
+    assert next(call) == pb.PageFrame(item_index=2, outcome=pb.OUTCOME_MISS)
+    assert next(call, None) is None
+    eventually_sync(lambda: drained(gateway))
+
+
+def test_pages_on_their_way_are_called_off_when_their_reader_leaves(
+    gateway: MemoryGateway, channel: grpc.Channel
+) -> None:
+    gateway.store(0, 1000)
+    gateway.store(1, 3 << 20)
+    gateway.late[key(2)] = Future()
+    call = pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(3, frame_bytes=64 << 10), timeout=60)
+    next(call)
+    call.cancel()
+    eventually_sync(lambda: drained(gateway))
+    assert gateway.late[key(2)].cancelled()
 
 
 def test_stock_protobuf_reads_the_same_pages(gateway: MemoryGateway, channel: grpc.Channel) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -29,6 +32,7 @@ from kvpool.wire.frames import (
     BulkFrame,
     decode_write_request,
     encode_page_frame,
+    page_pieces,
 )
 from kvpool.wire.versions import check_peer_version
 from kvpool_pagestore.bulk_writes import UNANSWERED_DURABLE_MAX, UNANSWERED_PAGES_MAX, write_pages
@@ -39,6 +43,8 @@ READ_KEYS_MAX = 1024
 KEYSPACES_MAX = 64
 _LOOK_MIN_S = 0.05
 
+_Acquired = ReadGrant | KvPoolError | None
+
 WriteMessage = BulkFrame | pb.WritePagesOpen | InvalidRequest
 
 
@@ -46,8 +52,8 @@ WriteMessage = BulkFrame | pb.WritePagesOpen | InvalidRequest
 class BulkLimits:
     """What one stream may take."""
 
-    window_pages: int = 8  # leased at a time by a reading stream
-    acquire_timeout_s: float = 30.0  # of one window, when pages have to come from disk
+    window_pages: int = 8  # leased at a time by a reading stream, or asked for
+    acquire_timeout_s: float = 30.0  # of half a window, when pages have to come from disk
     stream_cap_s: float = 600.0  # of a whole stream, whatever deadline its client has set
     idle_timeout_s: float = 60.0  # between two pages read or two pieces written; longer than acquire_timeout_s
     reader_grace_s: float = 15.0  # a reader may take so long in all, and 1 s for each reader_bytes_per_s
@@ -103,16 +109,15 @@ class StreamWatch:
         """The client took or sent something."""
         self._moved_s = time.monotonic()
 
-    @contextmanager
-    def reading(self, size_bytes: int) -> Iterator[None]:
-        """The reader has so many bytes to take while the block runs."""
+    def handed_out(self, size_bytes: int) -> None:
+        """The reader has so many bytes to take from now on."""
         self._reader_left_s += size_bytes / self._limits.reader_bytes_per_s
         self._handed_out_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._reader_left_s -= time.monotonic() - self._handed_out_s
-            self._handed_out_s = math.inf
+
+    def taken(self) -> None:
+        """The reader has taken what was handed out."""
+        self._reader_left_s -= time.monotonic() - self._handed_out_s
+        self._handed_out_s = math.inf
 
     def end(self) -> None:
         """The stream has ended."""
@@ -170,13 +175,13 @@ class PageTransferServicer:
             self._watched(context) as watch,
             self._session(request.keyspaces, request.expected_incarnation) as session,
         ):
-            for start in range(0, len(keys), self._limits.window_pages):
-                window = keys[start : start + self._limits.window_pages]
-                if request.verify:
-                    yield from _verdicts(session, start, window, watch)
-                    continue
-                granted = session.acquire(window, self._acquire_timeout_s(context))
-                yield from _window_frames(session, start, granted, frame_bytes, watch)
+            if request.verify:
+                for start in range(0, len(keys), self._limits.window_pages):
+                    yield from _verdicts(session, start, keys[start : start + self._limits.window_pages], watch)
+                return
+            timeout_s = partial(self._acquire_timeout_s, context)
+            for start, granted in _acquired(session, keys, self._limits.window_pages, timeout_s):
+                yield from _batch_frames(session, start, granted, frame_bytes, watch)
 
     def WritePages(
         self, requests: Iterator[WriteMessage], context: grpc.ServicerContext
@@ -262,15 +267,48 @@ def _verdicts(session: BulkSession, start: int, keys: Sequence[PageKey], watch: 
         yield BulkFrame(pb.PageFrame(item_index=index, outcome=outcome, error=error))
 
 
-def _window_frames(
-    session: BulkSession,
-    start: int,
-    granted: Sequence[ReadGrant | KvPoolError | None],
-    frame_bytes: int,
-    watch: StreamWatch,
-) -> Iterator[BulkFrame]:
-    """Frames of one window. The pages are given back when the last one is sent, or when the stream ends."""
+def _acquired(
+    session: BulkSession, keys: Sequence[PageKey], window_pages: int, timeout_s: Callable[[], float]
+) -> Iterator[tuple[int, Sequence[_Acquired]]]:
+    """Answers for all keys, batch after batch, each with the position of its first key.
+
+    A batch is half a window: while one is being sent, the pages of the next one come, from disk if they must.
+    """
+    batches: deque[tuple[int, Future[Sequence[_Acquired]]]] = deque()
+    asked = 0
+
+    def ask(page_count: int) -> None:
+        nonlocal asked
+        if batch := keys[asked : asked + page_count]:
+            batches.append((asked, session.acquire(batch, timeout_s())))
+            asked += len(batch)
+
+    try:
+        ask(window_pages - window_pages // 2)
+        ask(window_pages // 2)
+        while batches:
+            start, acquired = batches.popleft()
+            granted = acquired.result()
+            yield start, granted
+            ask(len(granted))
+    finally:
+        for _, acquired in batches:
+            if not acquired.cancel() and acquired.exception() is None:
+                _release_views(acquired.result())
+
+
+def _release_views(granted: Sequence[_Acquired]) -> list[ReadGrant]:
+    """The grants of an answer; their pages are not looked at any more."""
     grants = [answer for answer in granted if isinstance(answer, ReadGrant)]
+    for grant in grants:
+        grant.page.release()
+    return grants
+
+
+def _batch_frames(
+    session: BulkSession, start: int, granted: Sequence[_Acquired], frame_bytes: int, watch: StreamWatch
+) -> Iterator[BulkFrame]:
+    """Frames of one batch. The pages are given back when the last one is sent, or when the stream ends."""
     try:
         for index, answer in enumerate(granted, start):
             watch.moved()
@@ -280,9 +318,8 @@ def _window_frames(
                 error = item_error_to_proto(answer) if answer is not None else None
                 yield BulkFrame(pb.PageFrame(item_index=index, outcome=pb.OUTCOME_MISS, error=error))
     finally:
-        for grant in grants:
-            grant.page.release()  # first: the slots may be handed on as soon as they are given back
-        session.release(grants)
+        # The views first: the slots may be handed on as soon as they are given back.
+        session.release(_release_views(granted))
 
 
 def _page_frames(index: int, grant: ReadGrant, frame_bytes: int, watch: StreamWatch) -> Iterator[BulkFrame]:
@@ -293,9 +330,12 @@ def _page_frames(index: int, grant: ReadGrant, frame_bytes: int, watch: StreamWa
         page_bytes=page_bytes,
         metadata=page_metadata_to_proto(grant.metadata),
     )
-    for offset in range(0, page_bytes, frame_bytes):
+    for begin, end in page_pieces(page_bytes, frame_bytes):
+        if begin:
+            head = pb.PageFrame(item_index=index, offset=begin)
         # gRPC asks for the next frame when it has serialized this one, that is, copied it. It still refers to the
         # frame then, so the view is released here: no view may outlive the lease.
-        with grant.page[offset : offset + frame_bytes] as piece, watch.reading(len(piece)):
+        with grant.page[begin:end] as piece:
+            watch.handed_out(end - begin)
             yield BulkFrame(head, piece)
-        head = pb.PageFrame(item_index=index, offset=offset + frame_bytes)
+            watch.taken()

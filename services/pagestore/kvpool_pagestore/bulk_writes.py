@@ -121,6 +121,8 @@ class _IncomingPage:
         self.index = index
         self.small = False  # put together with others
         self._session = session
+        self._reserving: Future[WriteGrant | int | KvPoolError] | None = None
+        self._kept: list[BulkFrame] = []  # until there is a slot for them: at most two
         self._grant: WriteGrant | None = None
         self._page_bytes = 0
         self._received_bytes = 0
@@ -136,9 +138,17 @@ class _IncomingPage:
                 self._begun = True
                 if 0 < frame.head.page_bytes == len(frame.data) <= SMALL_PAGE_BYTES and not frame.head.offset:
                     return self._put_whole(frame)
-                if (admission := self._begin(frame.head)) is not Admission.RESERVED:
+                self._begin(frame.head)
+            self._kept.append(frame)
+            if self._reserving is not None:
+                is_first = len(self._kept) == 1
+                if is_first and len(frame.data) < self._page_bytes and not self._reserving.done():
+                    return None  # the next piece comes while the engine finds a slot
+                if (admission := self._reserved()) is not Admission.RESERVED:
                     return self._answer(admission)
-            self._put(frame)
+            for kept in self._kept:
+                self._put(kept)
+            self._kept.clear()
             if self._received_bytes < self._page_bytes:
                 return None
             return self._commit()
@@ -155,25 +165,39 @@ class _IncomingPage:
 
     def let_go(self) -> None:
         """Give the slot back, if there still is one; idempotent."""
+        self._kept.clear()
+        reserving, self._reserving = self._reserving, None
+        if (
+            reserving is not None
+            and reserving.exception() is None
+            and isinstance(answer := reserving.result(), WriteGrant)
+        ):
+            self._grant = answer
         grant, self._grant = self._grant, None
         if grant is not None:
             grant.page.release()  # first: the slot may be handed on as soon as it is given back
             self._session.abort([grant])
 
-    def _begin(self, head: pb.PageFrame) -> Admission:
+    def _begin(self, head: pb.PageFrame) -> None:
         key = self._key(head)
         metadata = page_metadata_from_proto(head.metadata)
         if head.page_bytes <= 0:
             raise InvalidRequest(f"page_bytes must be > 0, got {head.page_bytes}")
-        answer = self._session.reserve(key, head.page_bytes, metadata)
+        self._page_bytes = head.page_bytes
+        self._reserving = self._session.reserve(key, head.page_bytes, metadata)
+
+    def _reserved(self) -> Admission:
+        """Wait for the slot."""
+        assert self._reserving is not None, "a page is reserved once"
+        reserving, self._reserving = self._reserving, None
+        answer = reserving.result()
         if isinstance(answer, KvPoolError):
             raise answer
         if isinstance(answer, int):
             return Admission(answer)
         self._grant = answer
-        self._page_bytes = head.page_bytes
-        if len(answer.page) != head.page_bytes:
-            raise InvalidRequest(f"page_bytes is {head.page_bytes}, the slot has {len(answer.page)}")
+        if len(answer.page) != self._page_bytes:
+            raise InvalidRequest(f"page_bytes is {self._page_bytes}, the slot has {len(answer.page)}")
         return Admission.RESERVED
 
     def _key(self, head: pb.PageFrame) -> PageKey:
@@ -211,6 +235,7 @@ class _IncomingPage:
 
     def _answer(self, admission: Admission, error: KvPoolError | None = None) -> _Answer:
         self._answered = True
+        self._kept.clear()
         return partial(_response, self.index, admission, error)
 
 

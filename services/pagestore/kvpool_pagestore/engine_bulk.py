@@ -68,21 +68,19 @@ class EngineBulkSession:
         self._put: deque[_Put] = deque()
         self._puts_awaited = False  # by the loop: it will look at `_put`
 
-    def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
-        return _on_loop(self._loop, self._acquire(keys, timeout_s))
+    def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Future[Sequence[ReadGrant | KvPoolError | None]]:
+        acquired: Future[Sequence[ReadGrant | KvPoolError | None]] = Future()
+        self._loop.call_soon_threadsafe(self._acquire, keys, timeout_s, acquired)
+        return acquired
 
     def verify(self, keys: Sequence[PageKey]) -> Sequence[KvPoolError | bool]:
         return _on_loop(self._loop, self._engine.pages.verify(self._peer, keys))
 
     def release(self, grants: Sequence[ReadGrant]) -> None:
         lease_ids = [grant.lease_id for grant in grants]
+        self._loop.call_soon_threadsafe(self._engine.pages.release, self._peer, lease_ids)
 
-        async def release() -> None:
-            self._engine.pages.release(self._peer, lease_ids)
-
-        _on_loop(self._loop, release())
-
-    def reserve(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> WriteGrant | int | KvPoolError:
+    def reserve(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> Future[WriteGrant | int | KvPoolError]:
         async def reserve() -> WriteGrant | int | KvPoolError:
             item = PageRecord(key=key, page_bytes=page_bytes, metadata=metadata)
             (answer,) = await self._engine.pages.reserve(self._peer, [item])
@@ -94,7 +92,7 @@ class EngineBulkSession:
                     return error
             return int(answer) if isinstance(answer, Admission) else answer
 
-        return _on_loop(self._loop, reserve())
+        return asyncio.run_coroutine_threadsafe(reserve(), self._loop)
 
     def put(self, key: PageKey, page: memoryview, metadata: PageMetadata) -> Future[int | KvPoolError]:
         put = _Put(PageRecord(key=key, page_bytes=len(page), metadata=metadata), page)
@@ -144,11 +142,10 @@ class EngineBulkSession:
         return int(answer) if isinstance(answer, Admission) else answer
 
     def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
-        async def commit() -> KvPoolError | None:
-            (error,) = await self._engine.pages.commit(self._peer, [grant.lease_id], durable=self._durable)
-            return error
-
-        return asyncio.run_coroutine_threadsafe(commit(), self._loop)
+        # Verified here, where the page has just passed through the processor's caches.
+        fault = self._engine.pages.verify_written(self._peer, grant.lease_id)
+        committing = self._engine.pages.commit_verified(self._peer, grant.lease_id, fault, durable=self._durable)
+        return asyncio.run_coroutine_threadsafe(committing, self._loop)
 
     def abort(self, grants: Sequence[WriteGrant]) -> None:
         lease_ids = [grant.lease_id for grant in grants]
@@ -164,20 +161,27 @@ class EngineBulkSession:
 
         _on_loop(self._loop, close())
 
-    async def _acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
+    def _acquire(
+        self,
+        keys: Sequence[PageKey],
+        timeout_s: float,
+        acquired: Future[Sequence[ReadGrant | KvPoolError | None]],
+    ) -> None:
         answers: list[ReadGrant | KvPoolError | None] = [None] * len(keys)
-        settled = asyncio.get_running_loop().create_future()
 
-        def on_acquired(acquired: Sequence[Acquired], final: bool) -> None:
-            for one in acquired:
+        def on_acquired(some: Sequence[Acquired], final: bool) -> None:
+            for one in some:
                 answers[one.item_index] = self._read_grant(one.grant) if one.grant is not None else one.error
-            if final:
-                settled.set_result(None)
+            # Cancelled: the stream has ended, and its session gives the leases back.
+            if final and acquired.set_running_or_notify_cancel():
+                acquired.set_result(answers)
 
         wanted = [PageRequest(key=key) for key in keys]
-        self._engine.pages.acquire(self._peer, wanted, wait_s=timeout_s, on_acquired=on_acquired)
-        await settled
-        return answers
+        try:
+            self._engine.pages.acquire(self._peer, wanted, wait_s=timeout_s, on_acquired=on_acquired)
+        except Exception as error:
+            if acquired.set_running_or_notify_cancel():
+                acquired.set_exception(error)
 
     def _read_grant(self, grant: Grant) -> ReadGrant:
         page = self._engine.pages.view(grant)

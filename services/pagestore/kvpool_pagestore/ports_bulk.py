@@ -31,7 +31,8 @@ class WriteGrant:
 
 
 class BulkGateway(Protocol):
-    """What bulk streams (on their own threads) may ask of the engine. Blocks the calling thread, never the event loop.
+    """What bulk streams (on their own threads) may ask of the engine. What takes a turn of the event loop returns a
+    future, so that a stream moves bytes meanwhile.
 
     A stream opens one gateway session (`BulkSession`) and closes it when it ends, however it ends; that gives back all
     its leases, because a bulk stream's thread has stopped touching the slots by then.
@@ -55,8 +56,9 @@ class BulkGateway(Protocol):
 class BulkSession(Protocol):
     """Leases of one bulk stream."""
 
-    def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
-        """Return, per key, a grant, the error, or None for a plain miss. Own tiers only: never forwarded."""
+    def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Future[Sequence[ReadGrant | KvPoolError | None]]:
+        """Per key: a grant, the error, or None for a plain miss. Own tiers only: never forwarded. A stream that ends
+        cancels the future, or releases the views in its result."""
         ...
 
     def verify(self, keys: Sequence[PageKey]) -> Sequence[KvPoolError | bool]:
@@ -64,10 +66,10 @@ class BulkSession(Protocol):
         ...
 
     def release(self, grants: Sequence[ReadGrant]) -> None:
-        """Give read leases back."""
+        """Give read leases back, before anything that is asked for later. Returns at once."""
         ...
 
-    def reserve(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> WriteGrant | int | KvPoolError:
+    def reserve(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> Future[WriteGrant | int | KvPoolError]:
         """A grant, or Admission.EXISTS / Admission.PENDING, or the error (InvalidRequest, ArenaFull, ...)."""
         ...
 
@@ -80,7 +82,8 @@ class BulkSession(Protocol):
         ...
 
     def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
-        """Begin to verify the page and make it visible; PageCorrupt if it fails. Release the view when it is done."""
+        """Verify the page on the calling thread and begin to make it visible; PageCorrupt if it fails. Release the view
+        when the future is done."""
         ...
 
     def abort(self, grants: Sequence[WriteGrant]) -> None:

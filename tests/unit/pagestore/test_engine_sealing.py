@@ -177,7 +177,7 @@ async def test_a_page_is_streamed_to_a_peer_sealed() -> None:
 
             def stream() -> list[bytes]:
                 session = gateway.open_bulk(TENANT, KEYSPACES, 0)
-                answers = session.acquire([page_key(1), page_key(2)], 10.0)
+                answers = session.acquire([page_key(1), page_key(2)], 10.0).result(PATIENCE_S)
                 grants = [answer for answer in answers if isinstance(answer, ReadGrant)]
                 pages = [bytes(grant.page) for grant in grants]
                 for grant in grants:

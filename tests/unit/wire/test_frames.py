@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.page import page_bytes
 from kvpool.v1 import common_pb2, pagestore_pb2
 from kvpool.wire import frames
-from kvpool.wire.frames import BulkFrame
+from kvpool.wire.frames import (
+    DEFAULT_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_MESSAGE_BYTES,
+    MIN_FRAME_BYTES,
+    BulkFrame,
+    page_pieces,
+)
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
 metadata_messages = st.builds(
@@ -159,3 +167,17 @@ def test_a_frame_cut_off_anywhere_is_refused_or_what_stock_makes_of_it(
             frames.decode_page_frame(cut)
     else:
         assert whole(frames.decode_page_frame(cut)) == expected
+
+
+@pytest.mark.parametrize("frame_bytes", [MIN_FRAME_BYTES, DEFAULT_FRAME_BYTES, MAX_FRAME_BYTES])
+@pytest.mark.parametrize("size_bytes", [1, MIN_FRAME_BYTES, (2 << 20) + 192, (5 << 20) - 1, (8 << 20) + 65_000])
+def test_pieces_cover_a_page_and_fit_into_messages(size_bytes: int, frame_bytes: int) -> None:
+    pieces = list(page_pieces(size_bytes, frame_bytes))
+    assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+    assert pieces[-1][1] == size_bytes
+    assert all(end - begin == frame_bytes for begin, end in pieces[:-1])
+    assert 0 < pieces[-1][1] - pieces[-1][0] <= frame_bytes + (32 << 10) < MAX_MESSAGE_BYTES
+
+
+def test_header_and_sums_are_no_piece_of_their_own() -> None:
+    assert len(list(page_pieces(page_bytes(2 << 20), DEFAULT_FRAME_BYTES))) == 2

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import common_pb2, gpuagent_pb2, index_pb2, pagestore_pb2
-from kvpool.wire.weight import FREE_BYTES, HEAVIEST_BYTES, _most, check_weight, weigh
+from kvpool.wire.weight import FREE_BYTES, HEAVIEST_BYTES, _most, check_weight, decoded_size_bound
 
 FILES = (index_pb2, pagestore_pb2, gpuagent_pb2)
 REQUESTS: dict[str, Descriptor] = {
@@ -78,7 +78,7 @@ def test_nothing_takes_more_memory_than_it_weighs() -> None:
     gc.collect()
     for name, path in PATHS:
         data = empties(path, 64 << 10)
-        weight = weigh(data, REQUESTS[name], HEAVIEST_BYTES)
+        weight = decoded_size_bound(data, REQUESTS[name], HEAVIEST_BYTES)
         assert weight is not None
         unwalked, unweighed = _most(data, REQUESTS[name]), len(data) * 1.2 * HEAVIEST_BYTES / FREE_BYTES
         allowed_bytes = min(weight + (1 << 20), unwalked + (1 << 20), unweighed)
@@ -128,14 +128,14 @@ def test_the_largest_messages_of_real_use_pass() -> None:
 def test_what_cannot_be_read_is_refused_and_shorter_messages_are_left_to_the_parser() -> None:
     check_weight(b"\xff" * FREE_BYTES, index_pb2.MatchStreamRequest.DESCRIPTOR)
     for garbage in (b"\xff" * (FREE_BYTES + 1), b"\x0b" * (FREE_BYTES + 1), b"\x22\x05" + bytes(FREE_BYTES)):
-        assert weigh(garbage, index_pb2.MatchStreamRequest.DESCRIPTOR, HEAVIEST_BYTES) is None
+        assert decoded_size_bound(garbage, index_pb2.MatchStreamRequest.DESCRIPTOR, HEAVIEST_BYTES) is None
     with pytest.raises(InvalidRequest, match="are no MatchStreamRequest"):
         check_weight(b"\x22" * FREE_BYTES * 2 + b"\xff", index_pb2.MatchStreamRequest.DESCRIPTOR)
 
 
 def test_what_engines_and_nodes_send_is_not_walked_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes tens of milliseconds of the event loop."""
-    monkeypatch.setattr("kvpool.wire.weight.weigh", None)
+    monkeypatch.setattr("kvpool.wire.weight.decoded_size_bound", None)
     numbers = Random(1)
     changes = [
         index_pb2.LocationChange(
@@ -167,8 +167,8 @@ def test_keys_may_be_longer_than_they_need_to_be(key: bytes) -> None:
 )
 def test_what_takes_long_to_walk_over_weighs_more(piece: bytes) -> None:
     """Or a message of such fields would hold up the event loop for two seconds."""
-    short = weigh(b"\x78\x00" * 999, index_pb2.MatchStreamRequest.DESCRIPTOR, HEAVIEST_BYTES)
-    long = weigh(piece * 999, index_pb2.MatchStreamRequest.DESCRIPTOR, HEAVIEST_BYTES)
+    short = decoded_size_bound(b"\x78\x00" * 999, index_pb2.MatchStreamRequest.DESCRIPTOR, HEAVIEST_BYTES)
+    long = decoded_size_bound(piece * 999, index_pb2.MatchStreamRequest.DESCRIPTOR, HEAVIEST_BYTES)
     assert short is not None and long is not None and long >= 2.5 * short
 
 
@@ -178,7 +178,7 @@ PIECES = st.sampled_from([b"\x22\x00", b"\x12\x02", b"\x08\x01", b"\x0a\x03abc"]
 @given(st.binary(max_size=60) | st.lists(PIECES).map(b"".join))
 def test_what_the_parser_reads_is_never_called_unreadable(data: bytes) -> None:
     message = index_pb2.MatchStreamRequest
-    weight = weigh(data, message.DESCRIPTOR, HEAVIEST_BYTES)
+    weight = decoded_size_bound(data, message.DESCRIPTOR, HEAVIEST_BYTES)
     try:
         message.FromString(data)
     except DecodeError:

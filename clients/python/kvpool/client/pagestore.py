@@ -372,8 +372,9 @@ class PageStoreSession:
     async def reopen(self, *, drained: bool) -> PageStoreSession:
         """End this session, unmap it and open its successor. May be called again after a failure.
 
-        drained: every copy and kernel on this session's slots has ended. The pagestore is told so only if no view of a
-        slot lives any more; else it keeps the slots until this process lets go of them. raises: as `open` does.
+        drained: every copy and kernel on this session's slots has ended. It is reported to the pagestore only if no
+        view of a slot lives any more; else it keeps the slots until this process lets go of them. raises: as `open`
+        does.
         """
         self._closed = True
         await self._stream.abort("the session is reopened")

@@ -87,7 +87,7 @@ class SegmentMap:
         return segment_id in self._mappings
 
     async def map(self, segment_ids: Iterable[int]) -> None:
-        """Map segments that are not mapped yet; one fetch for each, whoever asks. raises: as `open` does."""
+        """Map segments that are not mapped yet; concurrent callers share one fetch each. raises: as `open` does."""
         for segment_id in set(segment_ids):
             if segment_id in self._mappings:  # looked at now: others have mapped some while we waited for the last one
                 continue
@@ -100,7 +100,7 @@ class SegmentMap:
     def _settled(self, segment_id: int, task: asyncio.Task[None]) -> None:
         self._mapping.pop(segment_id, None)
         if not task.cancelled():
-            task.exception()  # whoever still waits raises it
+            task.exception()  # retrieved here; callers that still wait raise it
 
     async def _map_one(self, segment_id: int) -> None:
         fetched = await self._fetch_owned(segment_id)

@@ -1,8 +1,8 @@
 """Pages to and from a pagestore by bulk streams: synchronous, straight between the caller's buffers and the network.
 
 Every item is answered for itself. A stream that breaks is resumed once, on a fresh connection, with the pages that had
-not settled. Checked here: that a page's pieces follow each other and add up. Not checked: the page's own sums, which
-belong to whoever uses the bytes.
+not settled. This module checks that a page's pieces follow each other and add up. The page's sums are verified by the
+code that uses the bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PageTransferClient:
         tls: TlsCredentials | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`metadata` goes with every call. Connects when first used, and anew when the files of `tls` have changed.
+        """`metadata` goes with every call. Connects when first used, and again when the files of `tls` have changed.
 
         tracer: calls carry the context that is current in their thread.
         """
@@ -173,7 +173,7 @@ class PageTransferClient:
         ends_at_s: float,
         stop: CancelToken | None = None,
     ) -> KvPoolError:
-        """Run the call until all has settled or there is no point in going on; the error for what has not."""
+        """Run the call until all pages have settled or a retry cannot help. Return the error for the others."""
         error: KvPoolError = ServiceUnavailable(f"{self._endpoint} answered nothing")
         for _ in range(_ATTEMPTS):
             if batch.settled or (stop is not None and stop.cancelled):
@@ -282,7 +282,7 @@ class _ReadAttempt:
         finally:
             if remove is not None:
                 remove()
-            call.cancel()  # nothing to a call that has ended
+            call.cancel()  # has no effect on a call that has ended
 
 
 class _WriteAttempt:

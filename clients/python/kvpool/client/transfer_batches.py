@@ -18,7 +18,7 @@ from kvpool.wire.convert import (
     page_metadata_from_proto,
     page_metadata_to_proto,
 )
-from kvpool.wire.frames import BulkFrame, encode_write_request
+from kvpool.wire.frames import BulkFrame, encode_write_request, page_pieces
 
 OnRead = Callable[[int, KvPoolError | None, bool], None]
 """(item index, error, hit), once per item. A hit is complete in its destination, and not verified."""
@@ -28,14 +28,14 @@ OnWritten = Callable[[int, Admission, KvPoolError | None], None]
 
 
 def _ignore(_: PageMetadata) -> None:
-    """Most readers care for the bytes alone."""
+    """The default: most readers need only the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageToRead:
     """`destination` has exactly the page's bytes; what it holds after a miss or an error is undefined.
 
-    on_metadata: told, before the page is reported, what the pagestore keeps beside it; again when a stream is resumed.
+    on_metadata: gets the page's metadata before the page is reported, and again when a stream is resumed.
     """
 
     key: PageKey
@@ -45,7 +45,7 @@ class PageToRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageToWrite:
-    """`page` is a sealed page: header, payload, sum table. Not looked at any more once the call has returned."""
+    """`page` is a sealed page: header, payload, sum table. It is not read after the call has returned."""
 
     key: PageKey
     page: memoryview
@@ -173,7 +173,7 @@ class WriteBatch:
         return self._messages(self._attempt, self._first)
 
     def end_attempt(self) -> None:
-        """No page is looked at by the attempt's messages after this, whoever may still ask for them."""
+        """After this the attempt's messages read no page, even if gRPC still asks for them."""
         with self._lock:
             self._attempt += 1
 
@@ -205,21 +205,20 @@ class WriteBatch:
     def _messages(self, attempt: int, first: int) -> Iterator[bytes]:
         yield encode_write_request(self._opening)
         for item in range(first, len(self._items)):
-            page = self._items[item].page
-            for offset in range(0, len(page), self._frame_bytes):
+            for begin, end in page_pieces(len(self._items[item].page), self._frame_bytes):
                 with self._lock:
                     if self._attempt != attempt:
                         return
                     if self._answered_count > item:
                         break  # answered before all of it was sent: it exists there, or was refused
-                    message = self._message(item - first, self._items[item], offset)
+                    message = self._message(item - first, self._items[item], begin, end)
                 yield message
 
-    def _message(self, position: int, item: PageToWrite, offset: int) -> bytes:
-        head = pb.PageFrame(item_index=position, offset=offset)
-        if offset == 0:
+    def _message(self, position: int, item: PageToWrite, begin: int, end: int) -> bytes:
+        head = pb.PageFrame(item_index=position, offset=begin)
+        if begin == 0:
             head.page_bytes = len(item.page)
             head.key = item.key.pack()
             head.metadata.CopyFrom(page_metadata_to_proto(item.metadata))
-        with item.page[offset : offset + self._frame_bytes] as piece:
+        with item.page[begin:end] as piece:
             return encode_write_request(BulkFrame(head, piece))

@@ -1894,7 +1894,7 @@ class ReadPagesRequest(_message.Message):
     expected_incarnation: _builtins.int
     """Incarnation the reader expects, from a match; 0 means any."""
     frame_bytes: _builtins.int
-    """Payload piece of one frame: 64 KiB to 4 MiB; 0 means 1 MiB."""
+    """Payload piece of one frame: 64 KiB to 4 MiB; 0 means 1 MiB. The last piece of a page may have up to 32 KiB more."""
     verify: _builtins.bool
     """Verify the pages here instead of sending them: for a reader that received pages which fail their sums. A copy that fails
     is dropped and answers OUTCOME_MISS with PAGE_CORRUPT; a page that verifies stays, and answers OUTCOME_HIT without bytes.

@@ -8,6 +8,7 @@ legal protobuf too and is left to the stock parser.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,11 @@ MAX_FRAME_BYTES: Final = 4 << 20
 DEFAULT_FRAME_BYTES: Final = 1 << 20
 MAX_MESSAGE_BYTES: Final = MAX_FRAME_BYTES + (64 << 10)
 """Limit for grpc.max_receive_message_length on bulk channels and servers: the largest piece and its head."""
+
+_TAIL_BYTES: Final = 32 << 10
+_TAIL_SHARE: Final = 32
+"""The end of a page goes with the piece before it if it is at most so long, and such a part of a frame: header and sums
+make a page of 2 MiB a few bytes longer than two frames of 1 MiB, and a third frame would cost as much as those."""
 
 _LAST_FIELD: Final = 15  # `data` of PageFrame, `frame` of WritePagesRequest
 _LENGTH_DELIMITED: Final = 2
@@ -38,6 +44,17 @@ class BulkFrame:
 
     head: pb.PageFrame
     data: Buffer = b""
+
+
+def page_pieces(page_bytes: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where each piece of a page begins and ends."""
+    begin, tail_bytes = 0, min(_TAIL_BYTES, frame_bytes // _TAIL_SHARE)
+    while begin < page_bytes:
+        end = begin + frame_bytes
+        if page_bytes - end <= tail_bytes:
+            end = page_bytes
+        yield begin, end
+        begin = end
 
 
 def encode_page_frame(frame: BulkFrame) -> bytes:

@@ -1,7 +1,7 @@
-"""How much memory a message takes once it is read, found out before it is.
+"""Bounds the memory that a message takes once it is decoded, before it is.
 
 Two bytes on the wire, an item with nothing in it, become an object of about a hundred: a message within the limit of
-the transport would take half a gigabyte before anybody counts its items.
+the transport would take half a gigabyte before its items are counted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from kvpool.core.errors import InvalidRequest
 
 FREE_BYTES: Final = 512 << 10
-"""A shorter message is not weighed: it cannot take more than HEAVIEST_BYTES, whatever is in it."""
+"""A shorter message is not checked: it cannot take more than HEAVIEST_BYTES, whatever is in it."""
 
 HEAVIEST_BYTES: Final = 32 << 20
-"""What a message may weigh. The largest that anybody sends, 32,768 announced changes, weighs 18 MiB."""
+"""What a decoded message may take. The largest that kvpool sends, 32,768 announced changes, takes 18 MiB."""
 
 # More than the values take (tests/unit/wire/test_weight.py), so that the walk ends soon too.
 _FIELD_BYTES: Final = 64
@@ -41,7 +41,7 @@ def check_weight(data: bytes, message: Descriptor) -> None:
     """Raise InvalidRequest for a message that would take too much memory, or whose fields do not fit together."""
     if len(data) <= FREE_BYTES or _most(data, message) <= HEAVIEST_BYTES:
         return
-    weight_bytes = weigh(data, message, HEAVIEST_BYTES)
+    weight_bytes = decoded_size_bound(data, message, HEAVIEST_BYTES)
     if weight_bytes is None:
         raise InvalidRequest(f"{len(data)} bytes are no {message.name}")
     if weight_bytes > HEAVIEST_BYTES:
@@ -52,7 +52,7 @@ def check_weight(data: bytes, message: Descriptor) -> None:
 
 
 def _most(data: bytes, message: Descriptor) -> int:
-    """Bytes that it cannot weigh more than, whatever is where in it: found a hundred times as fast as by a walk.
+    """An upper bound that does not depend on the message's structure, found a hundred times as fast as by a walk.
 
     What takes more memory than its own bytes has a key, and each byte that is like the first of such a key may be one.
     """
@@ -61,11 +61,11 @@ def _most(data: bytes, message: Descriptor) -> int:
     return (_FIELD_BYTES + _MESSAGE_BYTES) * key_count + _PACKED_BYTES * len(data) * has_packed
 
 
-def weigh(data: bytes, message: Descriptor, most: int) -> int | None:
+def decoded_size_bound(data: bytes, message: Descriptor, most: int) -> int | None:
     """Bytes, estimated from above; some number beyond `most` once it is reached; None for what cannot be read.
 
-    Fields that this release does not know count as values: what they hold stays as it is. Groups, which nobody sends,
-    count as unreadable, because what is in them would have to be told from what is not.
+    Fields that this release does not know count as values: what they hold stays as it is. Groups, which kvpool never
+    sends, count as unreadable, because their content could not be bounded without reading it.
     """
     weight = 0
     outer: list[tuple[int, int, dict[int, _Field]]] = []

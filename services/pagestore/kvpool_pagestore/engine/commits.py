@@ -62,6 +62,12 @@ class Commits:
         share = max(_VERIFIED_AT_ONCE, -(-len(slots) // self._verifiers.threads))
         parts = [slots[start : start + share] for start in range(0, len(slots), share)]
         errors = [error for part in await asyncio.gather(*map(self._verify_part, parts)) for error in part]
+        return self.finish_verified(slots, errors, durable)
+
+    def finish_verified(
+        self, slots: Sequence[Slot], errors: Sequence[KvPoolError | None], durable: bool
+    ) -> list[Committed]:
+        """The same for pages that were verified; errors: what `verify` has said of each."""
         reach("pagestore.commit.verified")
         return self._finish_all(slots, errors, durable, sealed=True)
 
@@ -76,6 +82,20 @@ class Commits:
             await self._write_back.wait_durable(waiting) if self._write_back is not None and waiting else ()
         )
         return [next(verdicts) if isinstance(one, DirtyPage) else one for one in committed]
+
+    def verify(self, slot: Slot) -> KvPoolError | None:
+        """Why a page that was written must not become visible. Looks at all of its bytes: call it on a thread."""
+        key, view = slot.page.key, self._space.view(slot)
+        keyspace = self._keyspaces.find(key.keyspace)
+        assert keyspace is not None  # a page got here through a session that named it
+        payload_bytes = keyspace.payload_bytes(key.shard)
+        fault = verify(view, key, keyspace.spec.codec, payload_bytes)
+        if fault is None:
+            return None
+        if fault.kind is PageFaultKind.WRONG_CODEC and verify(view, key, None, payload_bytes) is None:
+            # Whole as it was sealed, so that no byte was lost: the writer means another codec.
+            return InvalidRequest(f"page {key} is of another codec than its keyspace's {keyspace.spec.codec.name}")
+        return PageCorrupt(f"page {key}: {fault}")
 
     # Inside
 
@@ -137,20 +157,7 @@ class Commits:
             return [refused] * len(slots)
 
     def _verify_all(self, slots: Sequence[Slot]) -> list[KvPoolError | None]:
-        return [self._verify(slot) for slot in slots]
-
-    def _verify(self, slot: Slot) -> KvPoolError | None:
-        key, view = slot.page.key, self._space.view(slot)
-        keyspace = self._keyspaces.find(key.keyspace)
-        assert keyspace is not None  # a page got here through a session that named it
-        payload_bytes = keyspace.payload_bytes(key.shard)
-        fault = verify(view, key, keyspace.spec.codec, payload_bytes)
-        if fault is None:
-            return None
-        if fault.kind is PageFaultKind.WRONG_CODEC and verify(view, key, None, payload_bytes) is None:
-            # Whole as it was sealed, so that no byte was lost: the writer means another codec.
-            return InvalidRequest(f"page {key} is of another codec than its keyspace's {keyspace.spec.codec.name}")
-        return PageCorrupt(f"page {key}: {fault}")
+        return [self.verify(slot) for slot in slots]
 
 
 def _no_disk(record: PageRecord) -> StoreFault:

@@ -99,6 +99,24 @@ class PageCalls:
         reach("pagestore.reserve.granted")
         return answers
 
+    def verify_written(self, peer: PeerSession, lease_id: int) -> KvPoolError | None:
+        """Look at a page that this session has written, for `commit_verified`. For a thread; None for a lease that has
+        ended, which the commit refuses."""
+        slot = peer.session.writes.get(lease_id)
+        return self._commits.verify(slot) if slot is not None else None
+
+    async def commit_verified(
+        self, peer: PeerSession, lease_id: int, fault: KvPoolError | None, *, durable: bool
+    ) -> KvPoolError | None:
+        """Make a page visible that `verify_written` has looked at. durable: as for `commit`."""
+        peer.check_live()
+        slot = self._table.begin_commit(peer.session, lease_id)
+        if not isinstance(slot, Slot):
+            return slot
+        with self._metrics.request_duration.labels("commit").time():
+            (error,) = await self._commits.durable(self._commits.finish_verified([slot], [fault], durable))
+        return error
+
     async def commit(
         self, peer: PeerSession, lease_ids: Sequence[int], *, durable: bool = False, sealed: bool = True
     ) -> list[KvPoolError | None]:

@@ -1,4 +1,4 @@
-"""What spans and logs tell of the requests of a session."""
+"""Attributes and log lines of the requests of a session."""
 
 from __future__ import annotations
 
