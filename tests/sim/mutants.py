@@ -38,7 +38,7 @@ Mutant = Callable[[], AbstractContextManager[object]]
 
 def _skip_commit_checksum() -> AbstractContextManager[object]:
     """A commit believes its writer."""
-    return mock.patch.object(Commits, "_verify", lambda self, slot: None)
+    return mock.patch.object(Commits, "verify", lambda self, slot: None)
 
 
 def _skip_disk_checksum() -> AbstractContextManager[object]:
@@ -60,7 +60,7 @@ def _visible_before_verified() -> AbstractContextManager[object]:
             self._table.finish_commit(slot, verified=True, dirty=False)
         await asyncio.sleep(0.005)
         errors = [
-            self._verify(slot) if slot.record is record else None for slot, record in zip(slots, records, strict=True)
+            self.verify(slot) if slot.record is record else None for slot, record in zip(slots, records, strict=True)
         ]
         for record, error in zip(records, errors, strict=True):
             if error is not None:

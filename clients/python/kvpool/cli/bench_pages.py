@@ -16,7 +16,7 @@ from kvpool.cli.bench_engine import BLOCKS_OF_16, CONTIGUOUS, SHARDS, SPEC, Benc
 from kvpool.cli.bench_machine import CopyBaseline, FileBaseline, drop_from_page_cache, tune_process
 from kvpool.cli.bench_results import Results, progress
 from kvpool.cli.bench_session import PAGE_BYTES, PAYLOAD_BYTES, BenchSession
-from kvpool.cli.bench_stream import FRAME_BYTES, BenchTransfer
+from kvpool.cli.bench_stream import BenchTransfer
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.cli.output import CommandFailed
 from kvpool.cli.state import ClusterState
@@ -85,7 +85,7 @@ class _Local:
             bulk = endpoint_of(state, "pagestore", "bulk_endpoint")
             self._transfer = BenchTransfer(bulk, self._session.keyspace, plan.page_count)
             stack.callback(self._transfer.close)
-            self._bare = BareStream(PAGE_BYTES, plan.page_count, FRAME_BYTES)
+            self._bare = BareStream(PAGE_BYTES, plan.page_count, PAGE_BYTES // 2)  # as many frames as the page stream
             stack.callback(self._bare.close)
             self._control = _Control(pagestore)
             stack.callback(self._control.close)
