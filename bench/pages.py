@@ -16,7 +16,7 @@ from bench.rig.engine import BLOCKS_OF_16, CONTIGUOUS, SHARDS, SPEC, BenchEngine
 from bench.rig.machine import CopyBaseline, FileBaseline, drop_from_page_cache, tune_process
 from bench.rig.results import Results, progress
 from bench.rig.session import PAGE_BYTES, PAYLOAD_BYTES, BenchSession
-from bench.rig.stream import FRAME_BYTES, BenchTransfer
+from bench.rig.stream import BenchTransfer
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.sync import BackgroundLoop
@@ -85,7 +85,7 @@ class _Local:
             bulk = endpoint_of(state, "pagestore", "bulk_endpoint")
             self._transfer = BenchTransfer(bulk, self._session.keyspace, plan.page_count)
             stack.callback(self._transfer.close)
-            self._bare = BareStream(PAGE_BYTES, plan.page_count, FRAME_BYTES)
+            self._bare = BareStream(PAGE_BYTES, plan.page_count, PAGE_BYTES // 2)  # as many frames as the page stream
             stack.callback(self._bare.close)
             self._control = _Control(pagestore)
             stack.callback(self._control.close)

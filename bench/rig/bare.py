@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from bench.rig.machine import Bytes, rate, shared_bytes, tune_process
-from kvpool.wire.frames import page_pieces
 
 if TYPE_CHECKING:
     import grpc
@@ -41,8 +40,8 @@ class Buffer:
         view = self._memory.data
         for start in range(0, self.size_bytes, self._page_bytes):
             page = view[start : start + self._page_bytes]
-            for begin, end in page_pieces(len(page), self._frame_bytes):
-                yield bytes(page[begin:end])
+            for offset in range(0, len(page), self._frame_bytes):
+                yield bytes(page[offset : offset + self._frame_bytes])
 
     def take(self, frames: Iterator[bytes]) -> None:
         """Copy frames to where they came from. Raises ValueError unless they are exactly all."""
