@@ -72,7 +72,7 @@ class PageStoreConfig(TlsSettings):
     write_threads: Annotated[int, "batches written to disk at once"] = 2
     read_threads: Annotated[int, "pages read from disk at once"] = 4
     pull_threads: Annotated[int, "pulls from other nodes at once"] = 4
-    verify_threads: Annotated[int, "commits verified at once"] = 2
+    verify_threads: Annotated[int, "commits verified at once: of sessions, and of small streamed pages"] = 2
     seal_threads: Annotated[int, "pages sealed at once for disk, peers and plain readers, at low priority"] = 2
     prepare_threads: Annotated[int, "segments of the arena that are made at once at the start, at low priority"] = 8
     bulk_threads: Annotated[int, "page streams served at once"] = 8
