@@ -93,7 +93,7 @@ async def acquire(
 async def load(pools: Pools, pool: PagePool, numbers: Sequence[int]) -> list[int]:
     """Numbers of pages that are there; they are true."""
     slots, failed = await acquire(pools, pool, numbers)
-    assert all(error is None for error in failed.values())
+    assert all(error is None for error in failed.values()), failed
     found = [numbers[page] for page in slots.pages.tolist()]
     for number, payload in zip(found, payloads(slots), strict=True):
         assert np.array_equal(payload, content(number))

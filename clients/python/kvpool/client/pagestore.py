@@ -391,7 +391,8 @@ class PageStoreSession:
     def _send_ended_reads(self) -> None:
         lease_ids = self._ended_reads.take()
         if lease_ids:
-            self._stream.send_soon(_Request(release=pagestore_pb2.ReleaseRequest(lease_ids=lease_ids)))
+            release = pagestore_pb2.ReleaseRequest(lease_ids=lease_ids)
+            self._stream.send_soon(_Request(release=release), first=True)
 
     def _span(self, operation: str, page_count: int) -> Span:
         tracer = self._config.tracer

@@ -202,11 +202,16 @@ class SessionStream(Generic[RequestT, ResponseT]):
             raise DeadlineExceeded(f"{self._name} did not answer within {limit_s:g} s") from None
         _accepted(response)
 
-    def send_soon(self, message: RequestT) -> None:
-        """Send a message as it is that has no answer of its own; nothing happens on a broken stream."""
+    def send_soon(self, message: RequestT, *, first: bool = False) -> None:
+        """Send a message as it is that has no answer of its own; nothing happens on a broken stream.
+
+        first: before what waits to be sent, which may need what the message gives back.
+        """
         if self.failure is None:
             try:
                 self.send(message)
+                if first:
+                    self._outgoing.rotate(1)
             except KvPoolError as error:  # the queue is full: a session that loses what was given back must end
                 self._break(ServiceUnavailable(f"{self._name} is stuck: {error.message}"))
 
