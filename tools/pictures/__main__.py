@@ -18,10 +18,7 @@ END = "<!-- End of the plots. -->"
 
 def images() -> dict[str, str]:
     """File name and content of each picture."""
-    made: dict[str, str] = {}
-    for figure in figures():
-        made |= {f"{figure.name}-{theme.name}.svg": figure.chart.draw(theme) for theme in THEMES}
-    return made
+    return {f"{figure.name}-{theme.name}.svg": figure.chart.draw(theme) for figure in figures() for theme in THEMES}
 
 
 def plots() -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.client.channel import open_channel
 from kvpool.client.page_items import PageSource, Slot
 from kvpool.client.pagestore import PageStoreSession
+from kvpool.client.session_stream import SessionStream
 from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import (
     ArenaFull,
@@ -22,6 +24,7 @@ from kvpool.core.errors import (
 from kvpool.core.outcome import Admission
 from kvpool.testing import eventually
 from kvpool.v1 import pagestore_pb2
+from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
 from kvpool.wire.convert import item_error_to_proto
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.store_peer import (
@@ -240,3 +243,18 @@ async def test_reads_that_end_go_alone_where_no_request_follows(tmp_path: Path) 
         stream.send(Response(closed=pagestore_pb2.SessionClose()))
         stream.end()
         assert await closing
+
+
+async def test_reads_that_end_go_before_a_request_that_waits_to_be_written(tmp_path: Path) -> None:
+    """It may need their slots: the pagestore refuses what is over the session's window."""
+    async with peer(tmp_path) as one:
+        stream = SessionStream(
+            PageStoreServiceStub(open_channel(one.plan.endpoint, one.config)).Session(), one.config, name="s"
+        )
+        release = pagestore_pb2.ReleaseRequest(lease_ids=[4])
+        stream.send(pagestore_pb2.SessionRequest(request_id=1, acquire=pagestore_pb2.AcquireRequest()))
+        stream.send_soon(pagestore_pb2.SessionRequest(release=release), first=True)
+        other_side = await one.store.streams.next()
+        assert list((await other_side.next("release")).release.lease_ids) == [4]
+        await other_side.next("acquire")
+        await stream.abort("the test is over")
