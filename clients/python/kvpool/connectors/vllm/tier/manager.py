@@ -197,20 +197,20 @@ class KvPoolTier(SecondaryTierManager):
 def _facts(spec: OffloadingSpec) -> dict[str, Any]:
     """All that vLLM knows of a chunk's bytes and of its keys.
 
-    The fields are those of vLLM's own file tier, which drops the sizes of TP, PP, PCP and DCP where a canonical layout
-    makes bytes independent of them. In a direct layout they are kept: there each worker has a part of the chunk.
+    The fields are those of vLLM's own file tier. It leaves the sizes of TP, PP, PCP and DCP out where a chunk's bytes
+    do not depend on them: in a canonical layout, and where all ranks have the same KV. In any other layout a chunk has
+    a part for each worker, and they are kept.
     """
     config = spec.config
-    files = FileMapper.from_offloading_spec(
-        "", spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=config.canonical_layout
-    )
+    one_form = config.canonical_layout or config.replicated_layout
+    files = FileMapper.from_offloading_spec("", spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=one_form)
     none_hash = getattr(kv_cache_utils, "NONE_HASH", None)
     if none_hash is None:
         _log.error("kvpool: vLLM has not said how it hashes; the tier shares with no other process")
     return {
         **files.get_run_config(),
         "group_ids": [group.group_id for group in config.groups],
-        "kv_bytes_per_block": config.worker_kv_bytes_per_block,
+        "worker_kv_bytes_per_block": None if config.canonical_layout else config.worker_kv_bytes_per_block,
         "kv_cache_layout": config.kv_cache_layout,
         "format": f"vllm {vllm.__version__}",
         # Of the algorithm and its seed: equal only where equal tokens have equal keys.
