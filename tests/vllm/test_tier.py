@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 CHUNKS = 8  # of vLLM's CPU region
 CHUNK_BYTES = 256 << 10
 PATIENT = {"lookup_timeout_s": 60.0, "store_bytes_in_flight_max": CHUNKS * CHUNK_BYTES}
+QUICK_START = (REPOSITORY / "docs/quickstart-vllm-offloading.md").read_text()
+PRINTED = QUICK_START.split("--kv-transfer-config '")[1].split("'")[0]  # each server starts with it
 _PAGE_STEP_BYTES = 1 << 14
 _numbers = itertools.count()
 _seeds = itertools.count(1)
@@ -119,6 +121,7 @@ def server(
     one(
         "open",
         engine_id=f"tier-test-{os.getpid()}-{next(_numbers)}",
+        printed=PRINTED,
         tier={"model_revision": "r1", **PATIENT, **settings, **tier},
         chunk_count=CHUNKS,
         chunk_bytes=CHUNK_BYTES,
@@ -132,6 +135,19 @@ def server(
 def shared(one: Server, seed: int, count: int = 4) -> bool:
     """Whether all of it comes from the cluster; the index learns of new pages a moment later."""
     return one.comes_back(seed, count) == count
+
+
+def test_the_quick_starts_json_is_complete_but_for_addresses_and_a_server_without_revision_does_not_start(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+) -> None:
+    with server(processes[0], {}) as one:  # nothing listens at its addresses
+        assert one.store(next(_seeds))["cascade_job_failures"] == 1
+        assert one.comes_back(next(_seeds)) == 0
+    with (
+        pytest.raises(AssertionError, match="model_revision"),
+        server(processes[0], cluster.settings(), model_revision=""),
+    ):
+        raise NotImplementedError("it must not start")
 
 
 def test_what_vllm_has_evicted_comes_back_with_its_bytes_and_no_other_prompts(

@@ -13,6 +13,9 @@ import time
 from typing import Any
 
 import numpy as np
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
@@ -23,7 +26,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 GROUPS = 2
 _STEP_PAUSE_S = 0.001  # as an engine core that has nothing to compute
@@ -33,15 +36,24 @@ class Server:
     """One vLLM server's manager, as its scheduler calls it."""
 
     def __init__(
-        self, engine_id: str, tier: dict[str, Any], chunk_count: int, chunk_bytes: int, tp: int, canonical: bool
+        self,
+        engine_id: str,
+        printed: str,
+        tier: dict[str, Any],
+        chunk_count: int,
+        chunk_bytes: int,
+        tp: int,
+        canonical: bool,
     ) -> None:
+        """printed: of --kv-transfer-config. tier: what is changed of its secondary tier."""
         self.chunk_bytes = chunk_bytes
-        extra = {
-            "cpu_bytes_to_use": chunk_count * chunk_bytes,
-            "secondary_tiers": [{"type": "KvPoolTier", "module_path": "kvpool.connectors.vllm.tier", **tier}],
-        }
-        self.metrics = TieringOffloadingSpec.build_metric_definitions(extra)
-        spec = TieringOffloadingSpec(_config(engine_id, extra, chunk_bytes // tp, tp, canonical))
+        transfer = KVTransferConfig(**json.loads(printed))
+        assert KVConnectorFactory.get_connector_class(transfer) is OffloadingConnector
+        extra = transfer.kv_connector_extra_config
+        extra["cpu_bytes_to_use"] = chunk_count * chunk_bytes
+        extra["secondary_tiers"][0].update(tier)
+        self.metrics = OffloadingSpecFactory.get_spec_cls(extra).build_metric_definitions(extra)
+        spec = OffloadingSpecFactory.create_spec(_config(engine_id, extra, chunk_bytes // tp, tp, canonical))
         self.manager: Any = spec.get_manager()
         self.chunk_count = self.manager.primary_tier._num_chunks
         self._requests = 0
