@@ -8,6 +8,7 @@ import itertools
 import json
 import mmap
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,10 @@ class VllmProcess:
         self._process.stdin.close()
         self._process.wait(60)
         self._process.stdout.close()
+        self._log.seek(0)
+        said = self._log.read().decode()
         self._log.close()
+        assert "Failed to close" not in said, said  # vLLM could not unmap a region that a closed tier holds
 
     def call(self, server: str, command: str, arguments: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
@@ -277,6 +281,44 @@ def test_a_damaged_page_is_a_miss(processes: tuple[VllmProcess, VllmProcess], tm
         with server(processes[1], cluster.settings()) as two:
             assert two.found(seed) == 0
             assert two("stats")["promotion_job_failures"] == 1
+
+
+def test_jobs_under_a_pagestore_that_stands_still_end_when_it_is_killed(
+    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path
+) -> None:
+    seed = next(_seeds)
+    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings()) as one:
+        one.store(seed)
+        one("forget")
+        cluster.store().send(signal.SIGSTOP)
+        assert one("begin_load", seed=seed, first=0, count=4) == 4
+        one("begin_store", seed=next(_seeds), first=0, count=4)
+        cluster.store().kill()
+        counters = one("settle")
+        assert (counters["promotion_job_failures"], counters["cascade_job_failures"]) == (1, 1)
+        assert one.found(seed) == 0
+
+
+def test_a_reset_waits_no_longer_than_the_time_limits_of_a_pagestore_that_stands_still(
+    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path
+) -> None:
+    limits = dict.fromkeys(("load_timeout_s", "store_timeout_s", "connect_timeout_s", "room_wait_s"), 0.5)
+    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings(), **limits) as one:
+        eventually_sync(lambda: one.store(next(_seeds)).get("stored_chunks", 0) > 0)
+        cluster.store().send(signal.SIGSTOP)
+        try:
+            one("begin_store", seed=next(_seeds), first=0, count=4)
+            counters = one("reset")
+        finally:
+            cluster.store().send(signal.SIGCONT)
+        assert counters["resets"] == 1 and counters["cascade_job_failures"] >= 1
+
+        def serves_again() -> bool:
+            seed = next(_seeds)
+            one.store(seed)
+            return shared(one, seed)
+
+        eventually_sync(serves_again)
 
 
 def test_a_pagestore_killed_in_the_middle_of_jobs_costs_misses_and_comes_back(

@@ -108,6 +108,15 @@ class Server:
         self._step()
         return {"hits": len(hits), "equal": equal, "controls": controls, "steps": steps}
 
+    def begin_load(self, seed: int, first: int, count: int) -> int:
+        """As a request that leaves once its chunks are on their way into the region; how many are."""
+        request, answers = self._request(), [LookupResult.RETRY]
+        while LookupResult.RETRY in answers:
+            answers = [self.manager.lookup(key, request) for key in _keys(seed, first, count)]
+            self._step()
+        self.manager.on_request_finished(request)
+        return answers.count(LookupResult.HIT_PENDING)
+
     def forget(self) -> None:
         """Fill the region with other chunks, so that vLLM evicts all that was there."""
         self._requests += 1

@@ -54,7 +54,10 @@ class AsyncObjects:
             with payload[: part.size_bytes] as used:
                 _copy(used, views[position][part.offset_bytes : part.end_bytes])
 
-        return await self._pages.get(opened, _chunks(opened, keys), take)
+        try:
+            return await self._pages.get(opened, _chunks(opened, keys), take)
+        finally:
+            _release(views)
 
     async def put(
         self, keys: Sequence[ObjectKey], buffers: Sequence[HostBuffer], *, written: list[int] | None = None
@@ -73,7 +76,10 @@ class AsyncObjects:
                 _copy(views[position][part.offset_bytes : part.end_bytes], used)
             payload[part.size_bytes :] = bytes(payload.nbytes - part.size_bytes)
 
-        stored = await self._pages.put(opened, _chunks(opened, keys), fill)
+        try:
+            stored = await self._pages.put(opened, _chunks(opened, keys), fill)
+        finally:
+            _release(views)
         if written is not None:
             written += sorted(position for position in filled if stored[position])
         return stored
@@ -99,6 +105,12 @@ class AsyncObjects:
             if view.nbytes != self._size_bytes:
                 raise InvalidRequest(f"buffers[{number}] has {view.nbytes} bytes, objects here have {self._size_bytes}")
         return views
+
+
+def _release(views: Sequence[memoryview]) -> None:
+    """Let go of the caller's memory, which it may unmap: the frames of a call that failed may live on in its error."""
+    for view in views:
+        view.release()
 
 
 def _copy(source: memoryview, destination: memoryview) -> None:

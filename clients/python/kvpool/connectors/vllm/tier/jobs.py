@@ -62,6 +62,7 @@ class _Job:
     copied: Future[list[bool]] | None  # None: nothing had to be
     is_load: bool
     begun_s: float
+    buffers: Sequence[memoryview] = ()  # of vLLM's region; released when it has ended
     refused_count: int = 0
     written: list[int] = field(default_factory=list)
 
@@ -117,13 +118,14 @@ class TierJobs:
         self.refused_chunks += job.refused_count
         if taken:
             self._storing.update(job.keys)
-            job.copied = store.put(job.keys, [self._chunk(chunk_id) for _, chunk_id in taken], job.written)
+            job.buffers = [self._chunk(chunk_id) for _, chunk_id in taken]
+            job.copied = store.put(job.keys, job.buffers, job.written)
         self._open[job_id] = job
 
     def load(self, store: ChunkStore, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
         """Begin to read chunks into vLLM's region."""
         buffers = [self._chunk(chunk_id) for chunk_id in chunk_ids]
-        self._open[job_id] = _Job(keys, store.get(keys, buffers), True, self._now_s())
+        self._open[job_id] = _Job(keys, store.get(keys, buffers), True, self._now_s(), buffers)
 
     def ended(self) -> list[EndedJob]:
         """Jobs that have ended since the last call."""
@@ -134,12 +136,20 @@ class TierJobs:
         """Wait until nothing is copied any more; every copy has a time limit of its own."""
         wait([job.copied for job in self._open.values() if job.copied is not None])
 
+    def close(self) -> None:
+        """Let go of vLLM's region. Nothing may be begun after it; what has not ended is waited for."""
+        self.drain()
+        self.ended()
+        self._region.release()
+
     def _chunk(self, chunk_id: int) -> memoryview:
         start = int(chunk_id) * self._chunk_bytes
         return self._region[start : start + self._chunk_bytes]
 
     def _end(self, job_id: int, job: _Job) -> EndedJob:
         good = self._result(job)
+        for buffer in job.buffers:
+            buffer.release()
         done = [key for key, one in zip(job.keys, good, strict=True) if one]
         failed = [key for key, one in zip(job.keys, good, strict=True) if not one]
         self._known.add(done)

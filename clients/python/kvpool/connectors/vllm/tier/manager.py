@@ -56,7 +56,7 @@ _OWN_COUNTERS = {
 }
 
 
-class KvPoolTier(SecondaryTierManager):
+class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where this is checked
     """A secondary tier in the cluster. What fails is a miss, or a chunk that is not stored."""
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -75,11 +75,11 @@ class KvPoolTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._settings = TierSettings.of(settings)
         self.locality = Locality(self._settings.locality) if self._settings.locality else None
-        self._region = primary_kv_view.cast("B")
+        region = primary_kv_view.cast("B")
         store = self._settings.store
-        store_bytes_max = self._settings.store_bytes_in_flight_max or self._region.nbytes // 4
+        store_bytes_max = self._settings.store_bytes_in_flight_max or region.nbytes // 4
         known = self._known = KnownKeys(self._settings.known_s, store.remembered_chunks)
-        self._jobs = TierJobs(self._region, self.block_size_bytes, known, max(store_bytes_max, self.block_size_bytes))
+        self._jobs = TierJobs(region, self.block_size_bytes, known, max(store_bytes_max, self.block_size_bytes))
         self._pages = StorePages(store, "vllm tier")
         self._lookups = TierLookups(known, self._settings.lookup_timeout_s)
         self._epoch, self._resets = "", 0
@@ -167,8 +167,7 @@ class KvPoolTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """Nothing touches vLLM's region any more when this returns."""
         self._pages.close()
-        self._jobs.drain()
-        self._region.release()
+        self._jobs.close()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
