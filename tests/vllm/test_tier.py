@@ -302,8 +302,10 @@ def test_jobs_under_a_pagestore_that_stands_still_end_when_it_is_killed(
 def test_a_reset_waits_no_longer_than_the_time_limits_of_a_pagestore_that_stands_still(
     processes: tuple[VllmProcess, VllmProcess], tmp_path: Path
 ) -> None:
-    limits = dict.fromkeys(("load_timeout_s", "store_timeout_s", "connect_timeout_s", "room_wait_s"), 0.5)
-    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings(), **limits) as one:
+    limits: dict[str, Any] = dict.fromkeys(
+        ("load_timeout_s", "store_timeout_s", "connect_timeout_s", "room_wait_s"), 0.5
+    )
+    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings(**limits)) as one:
         eventually_sync(lambda: one.store(next(_seeds)).get("stored_chunks", 0) > 0)
         cluster.store().send(signal.SIGSTOP)
         try:
