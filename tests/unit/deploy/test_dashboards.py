@@ -44,7 +44,7 @@ def test_a_panel_is_filtered_by_cluster_namespace_and_process(panel: dict[str, A
             labels = {matcher.name for matcher in selector.matchers.matchers}
             missing = {"cluster", "namespace", "instance"} - labels
             # Redis has an exporter of its own, which is not among the processes to choose from.
-            assert missing == ({"instance"} if selector.name.startswith("redis_") else set()), target["expr"]
+            assert missing == ({"instance"} if str(selector.name).startswith("redis_") else set()), target["expr"]
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
