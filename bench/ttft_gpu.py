@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kvpool.core.byte_sizes import size_from_text
 from kvpool_cli.output import as_text, table
-from kvpool_cli.quantities import size_from_text
 from kvpool_cli.state import read_state
 
 REPOSITORY = Path(__file__).resolve().parents[1]

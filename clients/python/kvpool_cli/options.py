@@ -8,9 +8,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvpool.core.byte_sizes import size_from_text
 from kvpool_cli.common import COMMON_OPTIONS, Common, common_of, sign
 from kvpool_cli.prompts import TokenSource
-from kvpool_cli.quantities import duration_from_text, size_from_text
+from kvpool_cli.quantities import duration_from_text
 
 _PROMPT = "Prompt"
 
