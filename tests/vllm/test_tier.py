@@ -132,8 +132,10 @@ def server(
         tp=tp,
         canonical=canonical,
     )
-    yield one
-    one("close")
+    try:
+        yield one
+    finally:
+        one("close")  # its region's file would stay in /dev/shm
 
 
 def shared(one: Server, seed: int, count: int = 4) -> bool:
