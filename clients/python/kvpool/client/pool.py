@@ -186,7 +186,7 @@ class AsyncPool:
             raise ServiceUnavailable("the pool was closed and its agent did not let go of the blocks: leave them alone")
         return await handle.result()
 
-    async def _wait_released(self, held: AsyncHandle[LoadResult] | StoreRequest) -> bool:
+    async def _wait_released(self, held: AsyncHandle[Any] | StoreRequest) -> bool:
         """Wait until blocks are the caller's again, or nothing more is learned of them as the pool was closed.
 
         Also when cancelled, which is returned: a caller that is gone gives its blocks to others.
@@ -203,6 +203,12 @@ class AsyncPool:
                 for wait in waits:
                     wait.cancel()
         return is_cancelled
+
+    async def end(self, handle: AsyncHandle[Any]) -> None:
+        """Cancel a load or store and wait until its blocks are the caller's again, or nothing more is learned of them
+        as the pool was closed."""
+        handle.cancel()
+        await self._wait_released(handle)
 
     def start_load(
         self,
