@@ -16,10 +16,10 @@ from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import SharedBlockMemory
 from kvpool.connectors.prefix_pool import ChunkSpan
 from kvpool.core.errors import KeyspaceMismatch, ServiceUnavailable, StoreUnavailable
-from kvpool.core.layout_presets import contiguous_layout
 from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool.wire.convert import item_error_to_proto
+from tests.fixtures.layout_presets import contiguous_layout
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.engine_peer import HASH_KEY, Engine, Response, ScriptedAgent, engine
 from tests.unit.client.servers import SPEC, Script, serve

@@ -8,31 +8,31 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import LoadResult, MatchResult, StoreResult, TierTokens
+from kvpool.client.engine_items import LoadResult, MatchResult, RequestStats, StoreResult, TierTokens
 from kvpool.client.engine_registration import EngineRegistration, OfferFd
 from kvpool.client.engine_requests import LeaseHandle, StoreRequest
 from kvpool.client.fds import offer_fd
 from kvpool.client.gpuagent import EngineSession
-from kvpool.client.handle import AsyncHandle
+from kvpool.client.handle import AsyncHandle, LoadTerms, load_windows
 from kvpool.client.hashing import Prompt
 from kvpool.client.paged_cache import PagedCache
-from kvpool.client.pool_loads import LoadTerms, load_windows
 from kvpool.client.request_spans import end_with_stores, note_loaded, note_matched, request_span
-from kvpool.client.request_stats import RequestStats
 from kvpool.client.retry import Backoff
-from kvpool.client.tls import tls_from_environment
-from kvpool.core.chunks import Extra, Tokens
+from kvpool.core.chunks import ChunkRange, Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.retention import Retention
-from kvpool.core.spans import ChunkRange
 from kvpool.core.tracing import Span
 from kvpool.wire.convert_engine import BlockIds
+from kvpool.wire.tls_words import is_unix
+
+if TYPE_CHECKING:
+    from kvpool.wire.tls import TlsCredentials
 
 _log = logging.getLogger(__name__)
 # An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
@@ -76,7 +76,7 @@ class AsyncPool:
         raises: what `open` raises.
         """
         if config is None:
-            config = ClientConfig(tls=tls_from_environment(os.environ))
+            config = ClientConfig(tls=None if is_unix(agent) else _tls_from_environment())
             if cache.on_gpu:
                 config = replace(config, connect_timeout_s=_GPU_CONNECT_TIMEOUT_S)
         registration = EngineRegistration(
@@ -429,6 +429,12 @@ class AsyncPool:
                 except Exception:
                     _log.exception("reconnecting to the agent failed and is tried again")
             backoff.reset()
+
+
+def _tls_from_environment() -> TlsCredentials | None:
+    from kvpool.client.tls import tls_from_environment  # most agents are at a unix socket, which has none
+
+    return tls_from_environment(os.environ)
 
 
 async def _end_of_store(

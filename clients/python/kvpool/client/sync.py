@@ -15,13 +15,12 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import LoadResult
+from kvpool.client.engine_items import LoadResult, RequestStats
 from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.handle import AsyncHandle
 from kvpool.client.hashing import Prompt
 from kvpool.client.paged_cache import PagedCache
 from kvpool.client.pool import AsyncPool
-from kvpool.client.request_stats import RequestStats
 from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, ServiceUnavailable
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.request_stats import RequestStats
+from kvpool.client.engine_items import RequestStats
 from kvpool.client.tls import tls_from_environment
 from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import block_memory
