@@ -179,7 +179,8 @@ def test_connecting_loads_only_what_engines_at_a_unix_socket_use() -> None:
         "import sys, kvpool\n"
         "model = kvpool.Model('m', '1', layers=2, kv_heads=2, head_dim=16)\n"
         "cache = kvpool.PagedCache.in_shared_memory(model, layout='vllm', block_size=16, block_count=4)\n"
-        "try: kvpool.connect('unix:/nonexistent/agent.sock', cache, config=kvpool.ClientConfig(connect_timeout_s=1.0))\n"
+        "config = kvpool.ClientConfig(connect_timeout_s=1.0)\n"
+        "try: kvpool.connect('unix:/nonexistent/agent.sock', cache, config=config)\n"
         "except kvpool.errors.ServiceUnavailable: pass\n"
         "print(*(name for name in sys.modules if name.split('.')[0] == 'kvpool' and not name.startswith('kvpool.v1')))"
     )

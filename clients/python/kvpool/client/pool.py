@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -39,6 +39,13 @@ _log = logging.getLogger(__name__)
 _GPU_CONNECT_TIMEOUT_S = 60.0
 
 
+class EventRecorder(Protocol):
+    """An engine's memory, of PagedCache or a connector's own."""
+
+    def record_event(self) -> EngineEvent | None:
+        """What the calling thread gave to its current stream so far; see PagedCache."""
+
+
 class AsyncPool:
     """The cache as one engine rank sees it. Belongs to one event loop; `Pool` is the same for code without one.
 
@@ -50,7 +57,7 @@ class AsyncPool:
     it is what the calling thread gave to its current stream so far.
     """
 
-    def __init__(self, session: EngineSession, config: ClientConfig, cache: PagedCache | None = None) -> None:
+    def __init__(self, session: EngineSession, config: ClientConfig, cache: EventRecorder | None = None) -> None:
         """Use `connect`, or `open`. cache: records events; without one, calls come after nothing but their event."""
         self._session = session
         self._config = config
@@ -97,7 +104,7 @@ class AsyncPool:
         config: ClientConfig,
         *,
         offer: OfferFd = offer_fd,
-        cache: PagedCache | None = None,
+        cache: EventRecorder | None = None,
     ) -> AsyncPool:
         """Register with the agent. raises: KeyspaceMismatch, PartitionRefused, GeometryUnsupported, InvalidRequest,
         NotServed (configuration that must be changed); ServiceUnavailable, DeadlineExceeded (try again later)."""

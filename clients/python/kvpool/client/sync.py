@@ -210,6 +210,11 @@ class Handle(Generic[ResultT]):
         return self._handle.released
 
     @property
+    def done(self) -> bool:
+        """Whether `result` has nothing to wait for."""
+        return self._handle.done
+
+    @property
     def layers_loaded(self) -> int:
         """Leading layers that are in for every chunk that has not failed."""
         return self._handle.layers_loaded
@@ -306,21 +311,21 @@ class Pool:
     @property
     def connected(self) -> bool:
         """Whether the agent can be asked now."""
-        return self._pool.connected
+        return self.pool.connected
 
     def prompt(self, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Prompt:
         """See AsyncPool.prompt; runs in the calling thread."""
-        return self._pool.prompt(tokens, extras)
+        return self.pool.prompt(tokens, extras)
 
     def extend(self, prompt: Prompt, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Prompt:
         """See AsyncPool.extend; runs in the calling thread."""
-        return self._pool.extend(prompt, tokens, extras)
+        return self.pool.extend(prompt, tokens, extras)
 
     def count(self, prompt: Prompt, *, own_tokens: int, load: LoadResult | None = None) -> RequestStats:
         """See AsyncPool.count."""
 
         async def count() -> RequestStats:
-            return self._pool.count(prompt, own_tokens=own_tokens, load=load)
+            return self.pool.count(prompt, own_tokens=own_tokens, load=load)
 
         return self._loop.run(count)
 

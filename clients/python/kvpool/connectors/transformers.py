@@ -25,8 +25,7 @@ from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import block_memory
 from kvpool.connectors.first_token import FirstTokenTimer
 from kvpool.connectors.prefix import Prefix
-from kvpool.connectors.prefix_cache import PrefixCache
-from kvpool.connectors.prefix_pool import PrefixPool
+from kvpool.connectors.prefix_cache import PrefixCache, PrefixPool
 from kvpool.connectors.transformers_arguments import CheckedCall, check_arguments
 from kvpool.connectors.transformers_batch import FilledBatch, fill_batch, len_to_end, own_tokens, pads_cleanly
 from kvpool.connectors.transformers_blocks import KvBlocks, PrefixLost, block_bytes, block_layout
