@@ -94,12 +94,12 @@ async def test_a_load_names_its_blocks_and_releases_them() -> None:
         assert np.frombuffer(request.load.block_ids, "<i8").tolist() == [5, 2]
         assert (request.load.first_chunk_index, request.load.parent_hash) == (16, CHAIN[15])
         assert request.load.group_head_hashes == CHAIN[16]
-        assert not load.released
+        assert load.released is False
         done = gpuagent_pb2.EngineLoadDone(loaded_chunks=2, tokens=common_pb2.TierTokens(disk=32))
         stream.send(Response(request_id=request.request_id, load_done=done))
         loaded = await asyncio.to_thread(load.result)
         assert (loaded.loaded_chunks, loaded.tokens, loaded.error) == (2, TierTokens(disk=32), None)
-        assert load.released and load.done
+        assert (load.released, load.done) == (True, True)
 
 
 async def test_blocks_of_a_late_load_are_released_when_the_agent_has_stopped() -> None:

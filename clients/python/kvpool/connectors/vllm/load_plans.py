@@ -38,6 +38,7 @@ class LoadPlan:
     trace: TraceParent | None = None
     staged: bool = False  # the match found all of it in the memory of this host
     must_wait: bool = False  # as many bytes as may be are in flight: it is to be planned again in a later step
+    sources: tuple[tuple[EngineSource, int], ...] = ()  # tokens from each, from first_token on
 
 
 @dataclass(slots=True)
@@ -129,6 +130,7 @@ class LoadPlans:
             lookup.trace,
             staged=all(run.source == EngineSource.STAGING for run in chosen),
             must_wait=bool(full),
+            sources=tuple((run.source, run.token_count) for run in chosen if isinstance(run.source, EngineSource)),
         )
 
     def begin(self, request_id: str, plan: LoadPlan, block_ids: Sequence[int], token_count: int) -> LoadOrder:
@@ -174,6 +176,16 @@ class LoadPlans:
             end_token=len(block_ids) * self._block_tokens,
             timeout_s=0.0,
         )
+
+    def expected_sources(self, request_id: str, token_count: int) -> dict[EngineSource, int]:
+        """Where so many tokens of a request's load are expected to come from, as its match found."""
+        running, counts = self._running.get(request_id), dict[EngineSource, int]()
+        for source, tokens in running.plan.sources if running is not None else ():
+            count = min(tokens, token_count)
+            token_count -= count
+            if count > 0:
+                counts[source] = counts.get(source, 0) + count
+        return counts
 
     def ended(self, end: LoadEnd) -> tuple[bytes, ...]:
         """One worker's part has ended. The chunks that were not to be had."""

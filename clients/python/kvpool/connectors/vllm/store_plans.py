@@ -10,6 +10,7 @@ from kvpool.client.hashing import Prompt
 from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.orders import ChunksChanged, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.request_chain import Request, trace_of
+from kvpool.core.retention import Retention
 
 
 @dataclass(slots=True)
@@ -34,11 +35,18 @@ class StorePlans:
         self._requests: Counter[str] = Counter()
 
     def order(
-        self, request: Request, chain: Prompt, first_chunk: int, end_chunk: int, block_ids: Sequence[int]
+        self,
+        request: Request,
+        chain: Prompt,
+        first_chunk: int,
+        end_chunk: int,
+        block_ids: Sequence[int],
+        retention: Retention | None = None,
     ) -> StoreOrder | None:
-        """A store of what the pool is not known to have of chunks [first_chunk, end_chunk), for all workers."""
+        """A store of what the pool is not known to have of chunks [first_chunk, end_chunk), for all workers; with a
+        retention of all of them, as it holds for those that are there, too."""
         request_id = request.request_id
-        first = self._known.leading(chain.hashes[:end_chunk], first_chunk)
+        first = first_chunk if retention else self._known.leading(chain.hashes[:end_chunk], first_chunk)
         if first >= end_chunk:
             return None
         self._last_number += 1
@@ -51,6 +59,7 @@ class StorePlans:
             first_chunk=first,
             end_chunk=end_chunk,
             trace=trace_of(request),
+            retention=retention,
         )
         tokens = range(first * self._chunk_tokens, end_chunk * self._chunk_tokens)
         changed = ChunksChanged(

@@ -161,6 +161,7 @@ class WorkerStores:
                         blocks,
                         first_chunk=chunks.start,
                         end_chunk=chunks.stop,
+                        retention=order.retention,
                         still_valid=lambda: store.kept,
                         wait_event=self._work.share(point).event,
                     )
