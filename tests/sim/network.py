@@ -85,7 +85,7 @@ class Network:
         return at_s
 
     def open_channel(self, endpoint: str, config: Any = None) -> Any:
-        """Takes the place of kvpool.client.channel.open_channel."""
+        """Takes the place of open_channel in kvpool.client."""
         return SimChannel(self, endpoint, current_process())
 
 
