@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import functools
 import importlib
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -29,6 +32,7 @@ Arguments = ParamSpec("Arguments")
 
 _STOP_TIMEOUT_S = 5.0
 _INTERRUPT_WAIT_S = 30.0
+_SIGNALS_EACH_S = 1.0
 _STILL_IN_USE = (
     "blocks of this call may still be in use: leave them alone until the pool is closed, or the agent has ended"
 )
@@ -57,6 +61,16 @@ class _Work(Generic[ResultT]):
         await asyncio.wait([self._task])
         if undo is not None and not self._task.cancelled() and self._task.exception() is None:
             await undo(self._task.result())
+
+
+def _wait(future: Future[Any], timeout_s: float | None) -> None:
+    """Return when it is done, or after timeout_s.
+
+    In parts: a signal that comes as the thread is about to wait for a lock is looked at when that wait has ended.
+    """
+    ends_at_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while not future.done() and (left_s := ends_at_s - time.monotonic()) > 0:
+        concurrent.futures.wait([future], min(left_s, _SIGNALS_EACH_S))
 
 
 class BackgroundLoop:
@@ -105,13 +119,11 @@ class BackgroundLoop:
         running = _Work(work)
         try:
             future = self.start(running.run)
-            try:
-                return future.result(timeout_s)
-            except TimeoutError:
-                if future.done():
-                    raise  # it is the work's own
-                future.cancel()
-                raise DeadlineExceeded(f"not done within {timeout_s:g} s") from None
+            _wait(future, timeout_s)
+            if future.done():
+                return future.result()
+            future.cancel()
+            raise DeadlineExceeded(f"not done within {timeout_s:g} s")
         except Exception:
             raise
         except BaseException as interrupt:
