@@ -41,7 +41,7 @@ from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.client.sync import Pool
 from kvpool.core import grid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
-from kvpool.core.layout_presets import vllm_blhnc_layout
+from tests.fixtures.layout_presets import vllm_blhnc_layout
 
 SCALE = 1024  # pages of the 8B shape are so many times larger
 grid.USUAL_PAGE_BYTES //= SCALE

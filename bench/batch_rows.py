@@ -34,8 +34,8 @@ from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.transformers_batch import find_rows
 from kvpool.connectors.transformers_blocks import block_bytes, block_layout
 from kvpool.connectors.transformers_model import shared_model
+from kvpool.core.byte_sizes import size_from_text
 from kvpool_cli.output import as_text, table
-from kvpool_cli.quantities import size_from_text
 
 CHUNK_TOKENS = 256
 PASS_TOKENS = (1, 32, 64, 128, 256, 512, 1024)

@@ -116,7 +116,7 @@ async def measure(index_endpoint: str, endpoints: list[dict[str, str]], count: i
     stop = asyncio.Event()
     reading = asyncio.ensure_future(acquire_times(session, key, stop))
     before_s = time.perf_counter()
-    told = [progress async for progress in control.drain(timeout_s=300)]
+    reports = [progress async for progress in control.drain(timeout_s=300)]
     drain_s = time.perf_counter() - before_s
     stop.set()
     drain_ms = await reading
@@ -124,13 +124,13 @@ async def measure(index_endpoint: str, endpoints: list[dict[str, str]], count: i
     await control.close()
     await index.close()
     # The page that is read over and over became hot, and may have a copy already.
-    assert told[-1].done and told[-1].moved_page_count >= count - 1, told[-1]
+    assert reports[-1].done and reports[-1].moved_page_count >= count - 1, reports[-1]
     total_mb = count * PAGE_BYTES / 1e6
     return {
         "pages": count,
         "page_bytes": PAGE_BYTES,
         "durable_write_mb_per_s": total_mb / write_s,
-        "drain_mb_per_s": told[-1].moved_bytes / 1e6 / drain_s,
+        "drain_mb_per_s": reports[-1].moved_bytes / 1e6 / drain_s,
         "drain_to_durable_write": write_s / drain_s,
         "acquire_idle_p99_ms": statistics.quantiles(idle_ms, n=100)[98],
         "acquire_draining_p50_ms": statistics.median(drain_ms),

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from bench.request_trace import Trace, read_trace
 from bench.rig.results import write_result
+from kvpool.core.byte_sizes import size_from_text
 from kvpool_cli.errors import CommandFailed
-from kvpool_cli.quantities import size_from_text
 from kvpool_pagestore.core.eviction import EvictionPolicy
 
 GDSF, LRU, BELADY = POLICIES = ("gdsf", "lru", "belady")

@@ -1,8 +1,8 @@
-"""What does a cluster of `kvpool cluster up` cost that nobody uses?
+"""What does an idle cluster of `kvpool cluster up` cost?
 
-Starts one pagestore and one agent, lets them settle, and looks at every process for a while: resident memory
-(RssAnon + RssFile, so that the arena, which is shared memory and has a budget of its own, does not count) and processor
-time. The baseline of each figure is the most it may be.
+Starts one pagestore and one agent, lets them settle, and then measures the resident memory and the processor time of
+every process. Resident memory is RssAnon + RssFile: the arena is shared memory with a budget of its own, and does not
+count. The baseline of each figure is its upper limit.
 
 Run: python -m bench.idle [--seconds 20] [--settle 5] [--json FILE]
 """

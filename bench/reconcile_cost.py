@@ -64,8 +64,8 @@ def measure(chunk_count: int) -> dict[str, float]:
         steps.append(time.perf_counter() - began_s)
     used_s = time.process_time() - used_s
     began_s = time.perf_counter()
-    told = sum(len(directory.changes(number)) for number in range(0, RANGE_COUNT, 64))
-    telling_s = (time.perf_counter() - began_s) / max(1, told)
+    change_count = sum(len(directory.changes(number)) for number in range(0, RANGE_COUNT, 64))
+    list_s = (time.perf_counter() - began_s) / max(1, change_count)
     steps.sort()
     return {
         "chunks": chunk_count,
@@ -76,7 +76,7 @@ def measure(chunk_count: int) -> dict[str, float]:
         "step_max_ms": round(steps[-1] * 1e3, 3),
         "answer_bytes": 8 * RANGE_COUNT,
         "directory_bytes": 16 * chunk_count,
-        "telling_us_per_chunk": round(telling_s * 1e6, 2),
+        "telling_us_per_chunk": round(list_s * 1e6, 2),
     }
 
 

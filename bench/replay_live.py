@@ -17,12 +17,12 @@ from kvpool.client.engine_items import StoreResult
 from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.client.sync import Pool
+from kvpool.core.byte_sizes import size_from_text
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
-from kvpool.core.layout_presets import contiguous_layout
 from kvpool_cli.errors import CommandFailed
 from kvpool_cli.output import say
-from kvpool_cli.quantities import size_from_text
 from kvpool_cli.state import DEFAULT_STATE_DIR, ClusterState
+from tests.fixtures.layout_presets import contiguous_layout
 
 KEYSPACE_NAME = "kvpool-replay"
 _CHUNK_TOKENS = 16

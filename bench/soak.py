@@ -2,7 +2,7 @@
 
 A real cluster (Redis, index, two pagestores with small budgets) serves several clients that store pages, load them from
 their own pagestore or through it from the other one, and compare every byte. Meanwhile pagestores are killed with
-SIGKILL and started again. At the end, with nobody killed any more, everything must come to rest by itself.
+SIGKILL and started again. At the end, when nothing is killed any more, everything must come to rest by itself.
 
 wrong_bytes, hung_calls and what is leaked must be 0. A call hangs if it has not ended 5 s after its own deadline.
 
@@ -130,7 +130,7 @@ class Soak:
                 session.release_soon([answer.slot.lease_id])
 
     async def leaks(self) -> dict[str, int]:
-        """What is still held when nobody asks for anything any more; empty if nothing."""
+        """What is still held after the last request; empty if nothing."""
         found: dict[str, int] = {}
         for name in "ab":
             with suppress(AssertionError, TimeoutError):

@@ -233,7 +233,7 @@ def loaded_once(engine: Engine, prompt: torch.Tensor) -> Any:
 def summary(
     count: int, expected: dict[str, Any], loaded: Sequence[Any], pieces: Sequence[dict[str, float]]
 ) -> dict[str, Any]:
-    """The first run is told apart: the agent may have had to compile kernels."""
+    """Report the first run separately: the agent may have had to compile kernels."""
     samples = [result.stats.ttft_ms for result in loaded[1:]]
     load_ms = median_ms([result.stats.load_ms for result in loaded[1:]])
     serial = {name: median_ms([times[name] for times in pieces]) for name in pieces[0]}

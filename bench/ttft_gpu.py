@@ -1,4 +1,4 @@
-"""How long until the first token, with the prefix's KV loaded from a pagestore's staging memory or computed anew?
+"""How long until the first token, with the prefix's KV loaded from a pagestore's staging memory or recomputed?
 
 Starts a cluster of its own (Redis, index, one pagestore, one agent), has one engine process compute and
 store prompts, and another one load them: match, load, verification and one step for the last token. Both are the
@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kvpool.core.byte_sizes import size_from_text
 from kvpool_cli.output import as_text, table
-from kvpool_cli.quantities import size_from_text
 from kvpool_cli.state import read_state
 
 REPOSITORY = Path(__file__).resolve().parents[1]

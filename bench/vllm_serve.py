@@ -1,7 +1,7 @@
 """What do users of vLLM's own OpenAI server see with and without kvpool, under one load of conversations?
 
 vLLM's CPU build serves a Llama with random weights (float32), one thread; `python -m bench serve` puts one seeded load
-on a server without kvpool, on one with an empty pool, and on one that was started anew and finds what the one before it
+on a server without kvpool, on one with an empty pool, and on a restarted one that finds what the one before it
 had stored. Each server is a fresh process, so its own prefix cache is cold.
 
 Run: KVPOOL_VLLM_PYTHON=.venv-vllm/bin/python python -m bench.vllm_serve --out DIRECTORY [--requests N]

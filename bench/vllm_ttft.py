@@ -1,8 +1,8 @@
-"""How much sooner is vLLM's first token when the prefix is loaded, and what does kvpool cost when it helps nobody?
+"""How much sooner is vLLM's first token when the prefix is loaded, and what does kvpool cost without a hit?
 
 vLLM's CPU build serves a Llama of 12 layers x 1024 with random weights (float32), engines in processes of their own.
 Sections: `loaded`: a fresh engine gets prompts whose first 1,500 tokens another engine has stored, and others that it
-must compute. `nothing`: two engines, one without kvpool, take turns with prompts that nobody has seen. `killed`: a
+must compute. `nothing`: two engines, one without kvpool, take turns with prompts that are new to both. `killed`: a
 pagestore or an agent is killed while a load waits for it.
 
 Run: KVPOOL_VLLM_PYTHON=.venv-vllm/bin/python python -m bench.vllm_ttft SECTION [--rounds N] [--json FILE]
@@ -39,7 +39,7 @@ def ttft_s(engine: Engine, tokens: list[int]) -> float:
 
 
 def warmed(engine: Engine) -> Engine:
-    """The first steps of a process are slow, whoever serves them."""
+    """Run the slow first steps of a process, and return it."""
     for seed in (901, 902):
         engine.generate(prompt(200, seed), new_tokens=4)
     return engine

@@ -22,7 +22,7 @@ from demo.cluster import KEYSPACE_NAME
 from demo.model import DemoModel, build_model
 from demo.report import TurnResult, phase_to_document
 from demo.workload import Conversation, Workload, load_workload, render_prompt
-from kvpool.client.request_stats import RequestStats
+from kvpool.client.engine_items import RequestStats
 from kvpool.connectors.first_token import FirstTokenTimer
 from kvpool.connectors.transformers import SharedPrefixGenerator
 from kvpool.connectors.transformers_model import shared_model

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.client.request_stats import RequestStats
+from kvpool.client.engine_items import RequestStats
 from kvpool_cli.output import as_text, table
 
 PHASES = ("cold", "shared", "restart", "reference")

@@ -30,7 +30,7 @@ OVERVIEW = """\
 # The API
 
 Four gRPC services of three processes, in one package, `kvpool.v1`. Health and reflection are served beside them, so
-that `grpcurl` and Kubernetes probes work as they are. [proto/README.md](../../proto/README.md) tells how the API may
+that `grpcurl` and Kubernetes probes work as they are. [proto/README.md](../../proto/README.md) says how the API may
 change and why it is as it is; [docs/python-client.md](../python-client.md) shows the client that engines use.
 """
 KINDS = {

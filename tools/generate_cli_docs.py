@@ -36,7 +36,7 @@ def _own_options(section: str) -> str:
 
 
 def page_text(current: str) -> str:
-    """The page with its generated part anew."""
+    """The page with its current generated part."""
     return generated_page.page_text(current, MARKER, commands_text())
 
 

@@ -46,7 +46,7 @@ def _cell(text: str) -> str:
 
 
 def page_text(current: str) -> str:
-    """The page with its generated part anew."""
+    """The page with its current generated part."""
     return generated_page.page_text(current, MARKER, tables_text())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def page_text(current: str, marker: str, generated: str) -> str:
-    """The page with its generated part anew. raises: SystemExit if it has no marker line."""
+    """The page with its current generated part. Raises SystemExit if it has no marker line."""
     own, found, _ = current.partition(marker)
     if not found:
         raise SystemExit(f"the page has no marker line; put this where the generated part shall begin: {marker}")

@@ -1,7 +1,7 @@
 """Make or repair the virtual environment that all make targets share; quick when there is nothing to do.
 
 The stamp, written last, says what the environment was made from. Where it is missing or differs (a set-up that was cut
-short, a changed pin, another Python, a moved checkout) the environment is completed, or made anew if it cannot be used.
+short, a changed pin, another Python, a moved checkout) the environment is completed, or made again if it is unusable.
 Run by whatever Python is at hand, so: standard library only, and nothing newer than Python 3.6 before the refusal.
 """
 

@@ -17,9 +17,9 @@ from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.client.sync import Pool
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
-from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.payload import chunk_bytes
 from kvpool_cli.errors import CommandFailed
+from tests.fixtures.layout_presets import contiguous_layout
 
 # An 8B Llama shape in bf16, on a rank of TP 4: two KV heads, all layers. Four pages of 2 MiB a chunk.
 SPEC = KeyspaceSpec(

@@ -111,7 +111,7 @@ async def _measure(arguments: argparse.Namespace, log: TextIO | None) -> dict[st
             failures = await load.warm_up(warm_up)
             own = [] if server.metrics_url in urls else [server.metrics_url]
             before = await counters.scrape(session, [*urls, *own])
-            for url in own:  # nobody asked for it: where there is nothing, nothing is missed
+            for url in own:  # not asked for: its absence is no failure
                 before.failed.pop(url, None)
             watch = asyncio.create_task(_show(_Run(plan, recorder, load)))
             try:
@@ -158,7 +158,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if urlsplit(arguments.base_url).scheme not in ("http", "https"):
         raise CommandFailed(f"--base-url {arguments.base_url} wants http:// or https://")
     for path in (arguments.html, None if arguments.json in (None, "-") else Path(arguments.json)):
-        # Told now, not after an hour of load.
+        # Refused now, not after an hour of load.
         if path is not None and not path.parent.is_dir():
             raise CommandFailed(f"{path} cannot be written: {path.parent} is no directory")
 

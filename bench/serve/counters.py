@@ -52,7 +52,7 @@ def counters_from_text(text: str) -> Counters:
 
 
 async def scrape(session: aiohttp.ClientSession, urls: Sequence[str]) -> Scrape:
-    """One look at each; a URL that does not answer is told of and left out."""
+    """Read each once. A URL that does not answer goes to `failed`."""
     result = Scrape()
     for url in urls:
         try:
@@ -74,7 +74,7 @@ class Moved:
 
 
 def moved(before: Scrape, after: Scrape) -> Moved:
-    """The difference. A counter that went back has started anew: what it shows now is what it rose by at least."""
+    """The difference. A counter that went back was reset: what it shows now is what it rose by at least."""
     rose: Counters = {}
     went_back = []
     for url, counters in after.by_url.items():

@@ -215,7 +215,7 @@ class Load:
         history.answer("".join(outcome.said), token_ids)
 
     async def _ask(self, history: History, output_tokens: int, outcome: Outcome) -> None:
-        """One request; `outcome` tells of it."""
+        """Send one request, and record its course in `outcome`."""
         body = request_body(history.fields(), self._plan.model, output_tokens, self._plan.extra_body)
         try:
             async with aclosing(self._server.stream(body)) as chunks:

@@ -76,12 +76,12 @@ def _card(at: int, result: Result) -> dict[str, Any]:
 
 def _warnings(results: Sequence[Result]) -> list[str]:
     several = len(results) > 1
-    told = [
+    facts = [
         (f"{result.name}: " if several else "") + str(warning)
         for result in results
         for warning in result.document["warnings"]
     ]
-    return told + comparison_warnings(results)
+    return facts + comparison_warnings(results)
 
 
 def _judged(row: Row, ratio: str) -> str:

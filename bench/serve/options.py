@@ -21,8 +21,8 @@ from kvpool_cli.errors import CommandFailed
 
 WORKLOADS = ("shared-prefix", "sharegpt", "block-trace")
 IDS, TEXT = "ids", "text"
-_USERS = 8  # of a closed loop, unless told
-_OPEN_LIMIT = 10_000  # of an open loop, unless told: so much memory a server that stalls may cost
+_USERS = 8  # of a closed loop, unless given
+_OPEN_LIMIT = 10_000  # of an open loop, unless given: so much memory a server that stalls may cost
 _OUTPUT_TOKENS = Span(64, 64)
 
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from bench.serve.results import Result
 from bench.serve.tables import seconds_text, tier_names, tier_shares
 
-# Okabe and Ito's colours: told apart also by those who see fewer of them.
+# Okabe and Ito's colours: distinguishable with colour vision deficiencies.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 _TIER_COLOURS = {
     "own": "#0072b2",
@@ -95,7 +95,7 @@ def _draw(
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Ids of glyphs and markers are counted anew in each figure; a page has one name space.
+    # Ids of glyphs and markers start over in each figure; a page has one name space.
     prefix = re.sub(r"\W", "", name)
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)

@@ -107,54 +107,58 @@ def _goodput(recorder: Recorder) -> dict[str, Any] | None:
 
 def warnings_of(document: Mapping[str, Any], recorder: Recorder) -> list[str]:
     """What makes these figures say less than they seem to."""
-    ok, told = recorder.ok, []
+    ok, warnings = recorder.ok, []
     if document["interrupted"]:
-        told.append("The load was interrupted; the figures are of what had ended by then.")
+        warnings.append("The load was interrupted; the figures are of what had ended by then.")
     if not ok:
-        told.append("No request ended well; there are no latencies.")
+        warnings.append("No request ended well; there are no latencies.")
     elif ok < _FEW_FOR_P99:
-        told.append(f"{ok} requests: the 99th percentile of fewer than {_FEW_FOR_P99} is the slowest or next to it.")
+        warnings.append(
+            f"{ok} requests: the 99th percentile of fewer than {_FEW_FOR_P99} is the slowest or next to it."
+        )
     if recorder.failed or recorder.unfinished:
-        told.append(
+        warnings.append(
             f"{recorder.failed} requests failed and {recorder.unfinished} were cut off; latencies are of the others, "
             "which may be the quicker ones."
         )
     if document["warm_up_failures"]:
-        told.append(f"{document['warm_up_failures']} of {document['warm_up_requests']} warm-up requests failed.")
+        warnings.append(f"{document['warm_up_failures']} of {document['warm_up_requests']} warm-up requests failed.")
     lag = recorder.latency["loop_lag"]
     if lag.count and lag.percentile(99) > _LAG_WORTH_TELLING_S:
-        told.append(
+        warnings.append(
             f"The generator itself was up to {lag.percentile(99) * 1e3:.0f} ms late (99th percentile): its machine or "
             "core is too busy, and all times carry that."
         )
     late = recorder.latency["send_lag"]
     if late.count and late.percentile(99) > 5 * _LAG_WORTH_TELLING_S + 2 * lag.percentile(99):
-        told.append(
+        warnings.append(
             f"Requests left up to {late.percentile(99):.2f} s after their time (99th percentile), held back by "
             "--concurrency; latencies include that."
         )
-    return told + _token_warnings(document, recorder)
+    return warnings + _token_warnings(document, recorder)
 
 
 def _token_warnings(document: Mapping[str, Any], recorder: Recorder) -> list[str]:
-    told = []
+    warnings = []
     if recorder.uncounted:
-        told.append(f"{recorder.uncounted} answers came without `usage`: their tokens are counted or estimated here.")
+        warnings.append(
+            f"{recorder.uncounted} answers came without `usage`: their tokens are counted or estimated here."
+        )
     if recorder.token_events and recorder.output_tokens > 1.1 * recorder.token_events:
-        told.append(
+        warnings.append(
             f"An event carried {recorder.output_tokens / recorder.token_events:.1f} tokens on average: the inter-token "
             "latency is that between events; the time per output token is per token."
         )
     if recorder.stand_in_answers:
-        told.append(
+        warnings.append(
             f"{recorder.stand_in_answers} answers came without token ids: later turns hold made-up ones in their "
             "place, so what the server cached of its answers was of no use to it."
         )
     if document["metrics"].get("went_back"):
-        told.append("A server started anew under load: its counters are too low.")
+        warnings.append("A server restarted under load: its counters are too low.")
     for url, why in document["metrics"].get("failed", {}).items():
-        told.append(f"{url} gave no metrics: {why}")
-    return told
+        warnings.append(f"{url} gave no metrics: {why}")
+    return warnings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A CA and a certificate for each service of compose.tls.yml, made as docs/tls.md tells. What has more than 30 days left and
+# A CA and a certificate for each service of compose.tls.yml, as docs/tls.md describes. What has more than 30 days left and
 # what another CA issued is left alone, so it may be run again at any time. kvpool's services take up what is new as they
 # run; Redis does when it is restarted.
 #   make-certificates.sh DIRECTORY [--renew]        --renew: all of this CA, now

@@ -17,11 +17,11 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 import kvpool
+from kvpool.core.cache_axes import LAYOUTS
 from kvpool.core.elements import Dtype
 from kvpool.core.geometry import KvGroup
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
-from kvpool.core.layout_presets import vllm_nhd_layout
 from kvpool.core.page import PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
 from kvpool.v1 import common_pb2, gpuagent_pb2, index_pb2, pagestore_pb2
@@ -172,7 +172,7 @@ def _transfer() -> Iterator[tuple[str, Message]]:
 
 
 def _agent() -> Iterator[tuple[str, Message]]:
-    layout = vllm_nhd_layout(SPEC, range(1), range(1), BLOCK_TOKENS, BLOCK_COUNT)
+    layout = LAYOUTS["vllm"].layout(SPEC, range(1), range(1), BLOCK_TOKENS, BLOCK_COUNT)
     handles = [
         gpuagent_pb2.MemoryHandle(size_bytes=size_bytes, shared_memory=gpuagent_pb2.SharedMemoryHandle())
         for size_bytes in layout.handle_sizes

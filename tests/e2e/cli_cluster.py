@@ -17,9 +17,9 @@ from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.client.sync import Pool
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
-from kvpool.core.layout_presets import contiguous_layout
 from kvpool.testing import eventually_sync
 from kvpool_cli.state import ClusterState, read_state
+from tests.fixtures.layout_presets import contiguous_layout
 from tests.fixtures.patience import LEASE_TTL_MS, PATIENCE_S, SERVICES_MS, patient
 
 PATIENT_COMMAND = Path(__file__).with_name("patient_command.py")

@@ -67,14 +67,22 @@ class RawEngine:
     def store(self) -> None:
         """Store what the blocks hold, after the work that the current stream has to do on them."""
         handle = self.pool.store(
-            self.chain, np.arange(CHUNK_COUNT), first_chunk=0, end_chunk=CHUNK_COUNT, wait_event=self.memory.record()
+            self.chain,
+            np.arange(CHUNK_COUNT),
+            first_chunk=0,
+            end_chunk=CHUNK_COUNT,
+            wait_event=self.memory.record_event(),
         )
         report = handle.result(60)
         assert report.stored_chunks == CHUNK_COUNT, report
 
     def load(self) -> LoadResult:
         return self.pool.load(
-            self.chain, np.arange(CHUNK_COUNT), first_chunk=0, end_chunk=CHUNK_COUNT, wait_event=self.memory.record()
+            self.chain,
+            np.arange(CHUNK_COUNT),
+            first_chunk=0,
+            end_chunk=CHUNK_COUNT,
+            wait_event=self.memory.record_event(),
         )
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -171,3 +172,26 @@ def test_importing_the_package_loads_nothing_that_takes_time() -> None:
         "kvpool.connect; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_connecting_loads_only_what_engines_at_a_unix_socket_use() -> None:
+    code = (
+        "import sys, kvpool\n"
+        "model = kvpool.Model('m', '1', layers=2, kv_heads=2, head_dim=16)\n"
+        "cache = kvpool.PagedCache.in_shared_memory(model, layout='vllm', block_size=16, block_count=4)\n"
+        "config = kvpool.ClientConfig(connect_timeout_s=1.0)\n"
+        "try: kvpool.connect('unix:/nonexistent/agent.sock', cache, config=config)\n"
+        "except kvpool.errors.ServiceUnavailable: pass\n"
+        "print(*(name for name in sys.modules if name.split('.')[0] == 'kvpool' and not name.startswith('kvpool.v1')))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    run = [sys.executable, "-c", code]
+    loaded = subprocess.run(run, check=True, timeout=60, capture_output=True, text=True, env=environment).stdout.split()
+    other = [
+        name
+        for name in loaded
+        if name.startswith(("kvpool.tracing", "kvpool.wire.tls_files", "kvpool.client.index", "kvpool.client.store"))
+        or name in ("kvpool.wire.tls", "kvpool.core.cluster", "kvpool.core.page", "kvpool.core.policy")
+    ]
+    assert not other
+    assert len(loaded) <= 40, loaded

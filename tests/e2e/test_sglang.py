@@ -298,3 +298,40 @@ def test_clear_drops_the_pages_of_all_hosts(tmp_path: Path) -> None:
             assert one.clear()
             eventually_sync(lambda: not any(map(one.exists, names)))
             assert not any(two.batch_get_v1(names, pool.slots(list(range(PAGES)))))
+
+
+def transfer(name: str, names: Sequence[str], slots: Any) -> Any:
+    """A PoolTransfer."""
+    return SimpleNamespace(name=name, keys=list(names), host_indices=slots)
+
+
+def test_pages_of_side_pools_come_back_and_never_for_another_pool_or_rank(tmp_path: Path) -> None:
+    names = keys(PAGES)
+    with direct_cluster(tmp_path) as cluster:
+        window, state = filled(MhaPool("page_first", layers=2)), filled(MhaPool("page_first", layers=3, page_size=1))
+        with backend(cluster, MhaPool("page_first")) as one:
+            one.register_mem_host_pool_v2(window, "swa")
+            one.register_mem_host_pool_v2(state, "mamba")
+            both = [
+                transfer("swa", names, window.slots(list(range(PAGES)))),
+                transfer("mamba", names[-1:], state.slots([PAGES - 1])),
+            ]
+            assert one.batch_set_v2(both) == {"swa": [True] * PAGES, "mamba": [True]}
+            unequal = [transfer("swa", names, window.slots([0])), transfer("indexer", names[:1], None)]
+            assert one.batch_set_v2(unequal) == {"swa": [False] * PAGES, "indexer": [False]}
+
+        def reader(pool: Any, name: str, wanted: Sequence[str], places: list[int], **config: Any) -> list[bool]:
+            with backend(cluster, MhaPool("page_first"), **config) as other:
+                other.register_mem_host_pool_v2(pool, name)
+                return other.batch_get_v2([transfer(name, wanted, pool.slots(places))])[name]
+
+        loaded = MhaPool("page_first", layers=2)
+        assert reader(loaded, "swa", [*names, "none"], [6, 5, 4, 3, 2, 0]) == [True] * PAGES + [False]
+        assert all(same_bits(loaded.rows(6 - page), window.rows(page)) for page in range(PAGES))
+        assert not loaded.rows(0).any()
+        last = MhaPool("page_first", layers=3, page_size=1)
+        assert reader(last, "mamba", names[-1:], [7]) == [True]
+        assert same_bits(last.rows(7), state.rows(PAGES - 1))
+        for changes in ({"tp_rank": 1, "tp_size": 2}, {"pp_size": 2}, {"model_revision": "2"}):
+            assert reader(loaded, "swa", names[:1], [0], **changes) == [False], changes
+        assert reader(loaded, "indexer", names[:1], [0]) == [False]

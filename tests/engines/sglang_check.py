@@ -10,8 +10,10 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import random
 import signal
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from typing import Any
@@ -23,12 +25,18 @@ _operators: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no
 for _name in ("nms", "qnms"):
     _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
+    HiCacheFile,
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
 )
 from sglang.srt.mem_cache.pool_host.common import get_allocator_from_storage  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
@@ -147,12 +155,77 @@ def check_pools(kind: type, layouts: list[str], settings: dict[str, Any], tokens
     backend.close()
 
 
+def mamba_pool() -> MambaPoolHost:
+    """SGLang's own, with recurrent states of 3 layers."""
+    states = MambaStateBufferInfo(
+        temporal=torch.zeros(3, 4, 8, 16, 5), conv=(torch.zeros(3, 4, 24, 3, dtype=torch.bfloat16),)
+    )
+    return MambaPoolHost(
+        states, 3.0, 0, device_capacity=4, pin_memory=False, layout="page_first", allocator_type="default"
+    )
+
+
+def check_side_pools(settings: dict[str, Any], directory: str) -> None:
+    """A hybrid model's pools: what is restorable is what SGLang's own file backend says, and states come back."""
+    random_of = random.Random(3)
+    keys = get_storage_hash_str(list(range(7000, 7000 + 8 * PAGE_TOKENS)), None, page_size=PAGE_TOKENS)
+    anchor, window, state = (
+        host_pool(MHATokenToKVPoolHost, "page_first"),
+        host_pool(MHATokenToKVPoolHost, "page_first"),
+        mamba_pool(),
+    )
+    fill(window)
+    for buffer in (state.temporal_buffer, *state.conv_buffer):
+        buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(5)))
+    theirs = HiCacheFile(config({}), directory)
+    theirs.register_mem_pool_host(anchor)
+    ours = attached(anchor, settings)
+    for one in (ours, theirs):
+        one.register_mem_host_pool_v2(anchor, PoolName.KV)
+        one.register_mem_host_pool_v2(window, PoolName.SWA)
+        one.register_mem_host_pool_v2(state, PoolName.MAMBA)
+    kept = [PoolTransfer(PoolName.SWA, slots([page]), keys=[keys[page]]) for page in (1, 2, 3, 4, 6)]
+    kept += [PoolTransfer(PoolName.MAMBA, torch.tensor([place]), keys=[keys[page]]) for place, page in ((2, 2), (5, 4))]
+    assert ours.batch_set_v1(keys[:7], slots(list(range(7)))) == [True] * 7
+    for page in range(7):
+        assert theirs.set(keys[page], anchor.get_data_page(page * PAGE_TOKENS))
+    for transfer in kept:
+        assert ours.batch_set_v2([transfer]) == theirs.batch_set_v2([transfer]) == {transfer.name: [True]}
+    until_there(ours, keys[:7])
+
+    def hits(backend: HiCacheStorage, count: int, wanted: list[PoolTransfer]) -> tuple[Any, ...]:
+        found = backend.batch_exists_v2(keys[:count], wanted)
+        return found.kv_hit_pages, found.extra_pool_hit_pages, found.restorable_prefix_pages
+
+    ends_s = time.monotonic() + WAIT_S
+    last = [PoolTransfer(PoolName.MAMBA, keys=["trailing"], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+    while hits(ours, 8, last)[0] < 5:
+        assert time.monotonic() < ends_s, "what was stored is not found"
+    for _ in range(200):
+        wanted = []
+        for name in random_of.sample([PoolName.SWA, PoolName.MAMBA], random_of.randint(1, 2)):
+            policy, trailing = random_of.choice(list(PoolHitPolicy)[:2]), random_of.randint(1, 3)
+            wanted.append(PoolTransfer(name, keys=["trailing"] * trailing, hit_policy=policy))
+        count = random_of.randint(1, 8)
+        assert hits(ours, count, wanted) == hits(theirs, count, wanted), (count, wanted)
+    assert hits(ours, 8, [PoolTransfer(PoolName.DRAFT, keys=["trailing"])])[0] == 0
+
+    reader, other = attached(host_pool(MHATokenToKVPoolHost, "page_first"), settings), mamba_pool()
+    reader.register_mem_host_pool_v2(other, PoolName.MAMBA)
+    loads = [PoolTransfer(PoolName.MAMBA, torch.tensor([7, 8]), keys=[keys[4], keys[5]])]
+    assert reader.batch_get_v2(loads) == {PoolName.MAMBA: [True, False]}
+    assert torch.equal(other.get_data_page(7), state.get_data_page(5)) and not other.get_data_page(8).any()
+    reader.close()
+    ours.close()
+
+
 def check_interface() -> None:
-    """Every call of the base class that SGLang makes without its v2 pools takes the arguments it is given there."""
+    """Every call of the base class that SGLang makes takes the arguments it is given there."""
     from kvpool.connectors.sglang import backend_class
 
     ours: Any = backend_class()
-    for name in ("batch_exists", "batch_get_v1", "batch_set_v1", "get", "batch_get", "set", "batch_set", "exists"):
+    one_pool = ("batch_exists", "batch_get_v1", "batch_set_v1", "get", "batch_get", "set", "batch_set", "exists")
+    for name in (*one_pool, "batch_exists_v2", "batch_get_v2", "batch_set_v2", "register_mem_host_pool_v2"):
         wanted = list(inspect.signature(getattr(HiCacheStorage, name)).parameters)
         assert list(inspect.signature(getattr(ours, name)).parameters) == wanted, name
     assert not ours.__abstractmethods__
@@ -177,6 +250,8 @@ def main() -> None:
     every = ["page_first", "layer_first", "page_first_direct", "page_head"]
     check_pools(MHATokenToKVPoolHost, every, settings, tokens)
     check_pools(MLATokenToKVPoolHost, every[:3], settings, tokens, is_mla_model=True, tp_size=2)
+    with tempfile.TemporaryDirectory() as directory:
+        check_side_pools(settings, directory)
     check_pagestore_killed(settings, given["pagestore_pid"])
     print(json.dumps({"sglang": version("sglang"), "torch": torch.__version__, "checked": True}))
 

@@ -20,12 +20,12 @@ from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.gpuagent_control import AgentControl
 from kvpool.client.peer_pulls import PeerPulls, TokenPull
-from kvpool.core import layout_presets
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.errors import KvPoolError
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
+from tests.fixtures import layout_presets
 
 CLIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)
 

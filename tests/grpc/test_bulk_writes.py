@@ -16,8 +16,8 @@ from kvpool.core.outcome import Admission
 from kvpool.testing import eventually_sync
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
-from kvpool.wire.convert import page_metadata_to_proto
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
+from kvpool.wire.convert_pages import page_metadata_to_proto
 from kvpool.wire.status import error_from_rpc
 from tests.grpc.bulk_gateway import KEYSPACES, METADATA, MemoryGateway, bulk_server, key, sealed_page
 

@@ -14,8 +14,8 @@ from kvpool.client.gpuagent import EngineSession
 from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.core.codecs import error_bound
 from kvpool.core.elements import Codec
-from kvpool.core.layout_presets import lightllm_quantized_layout
 from tests.fixtures.agent import BLOCK_TOKENS, SPEC, EngineProcess, World, prompt, run_load, run_store, running_agent
+from tests.fixtures.layout_presets import lightllm_quantized_layout
 
 LOSSY = [Codec.INT8_GROUP8, Codec.FP8_E4M3, Codec.INT4_GROUP8]
 CHUNKS = range(3)

@@ -12,8 +12,8 @@ import pytest
 
 from kvpool.client.engine_items import load_to_proto, store_to_proto
 from kvpool.client.hashing import Prompt
+from kvpool.core.chunks import ChunkRange
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, Stopped
-from kvpool.core.spans import ChunkRange
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent import stream

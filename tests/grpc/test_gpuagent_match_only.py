@@ -8,6 +8,7 @@ import pytest
 
 from kvpool.client.gpuagent import EngineSession
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.grid import ShardGrid
 from tests.fixtures.agent import CLIENT, EngineProcess, World, prompt, run_load, run_store, running_agent
 
 
@@ -20,7 +21,7 @@ async def test_a_scheduler_asks_for_all_shards_and_can_do_nothing_else() -> None
         chain = prompt(rank, 4)
         assert scheduler.hash_key == rank.hash_key
         await scheduler.match(chain.hashes)
-        assert world.index.queries[0].shards == scheduler.grid.all_shards
+        assert world.index.queries[0].shards == ShardGrid.of(rank.spec).all_shards
         for run in (run_store, run_load):
             with pytest.raises(InvalidRequest, match="match_only"):
                 await run(scheduler, engine.span(chain, range(3)))

@@ -15,10 +15,10 @@ import pytest
 from kvpool.client.engine_items import load_to_proto, store_to_proto
 from kvpool.client.hashing import Prompt
 from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, NotServed, Overloaded, PartitionRefused
-from kvpool.core.layout_presets import vllm_nhd_layout
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
 from tests.fixtures.agent import SPEC, EngineProcess, World, prompt, run_load, run_store, running_agent
+from tests.fixtures.layout_presets import vllm_nhd_layout
 from tests.fixtures.raw_engine import raw_engine
 
 

@@ -13,8 +13,7 @@ from kvpool.core import errors
 from kvpool.core.addresses import peer_host
 from kvpool.core.errors import KvPoolError
 from kvpool.testing import eventually
-from kvpool.wire.status import error_from_rpc
-from kvpool.wire.stream_status import StreamStatus
+from kvpool.wire.status import StreamStatus, error_from_rpc
 from kvpool_server.interceptors import CallLimits, DeadlinePolicy, current_identity
 from kvpool_server.interceptors.errors import AioErrors
 from kvpool_server.interceptors.limits import OpenCalls

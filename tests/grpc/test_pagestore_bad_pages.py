@@ -11,8 +11,8 @@ from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.page import seal
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
-from kvpool.wire.convert import page_metadata_to_proto
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
+from kvpool.wire.convert_pages import page_metadata_to_proto
 from tests.fixtures.pagestore import (
     GRID,
     KEYSPACES,

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvpool.client.channel import Endpoints
 from kvpool.client.config import ClientConfig
+from kvpool.client.endpoints import Endpoints
 from kvpool.client.tls import TlsCredentials
 from kvpool.client.transfer import PageTransferClient
 from kvpool.core.cluster import ChainQuery

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvpool.core.chunks import ChunkRange
 from kvpool.core.elements import Dtype
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.layout import EngineLayout, LayerLayout
-from kvpool.core.spans import ChunkRange
 from tests.fixtures.agent import BLOCKS_PER_CHUNK, prompt, run_load, run_store
 from tests.fixtures.gpu_agent import GpuEngine
 from tests.fixtures.host_agent import SPEC, host_agent

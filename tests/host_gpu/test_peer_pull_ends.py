@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from kvpool.core import layout_presets as presets
 from kvpool.core.elements import Dtype
 from kvpool.core.errors import (
     DeadlineExceeded,
@@ -15,6 +14,7 @@ from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
+from tests.fixtures import layout_presets as presets
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import PeerHost, Rank, equal, expected, peer_host
 

@@ -9,7 +9,6 @@ import pytest
 
 from kvpool.client.cache_loan import CacheLoan
 from kvpool.client.peer_pulls import PullHandle, TokenPull
-from kvpool.core import layout_presets as presets
 from kvpool.core.elements import Dtype
 from kvpool.core.errors import (
     DeadlineExceeded,
@@ -25,8 +24,9 @@ from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
-from kvpool.wire.convert_ipc import engine_event_to_proto
+from kvpool.wire.convert_engine import engine_event_to_proto
 from kvpool_gpuagent.adapters.gpu import peers as gpu_peers
+from tests.fixtures import layout_presets as presets
 from tests.fixtures.agent import CLIENT
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import PeerHost, Rank, equal, expected, peer_host

@@ -10,7 +10,6 @@ import pytest
 
 from kvpool.client.engine_registration import GpuRegion
 from kvpool.client.gpuagent_control import AgentControl
-from kvpool.core import layout_presets as presets
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.errors import (
     InvalidRequest,
@@ -28,6 +27,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent.core.pulls import SourceName, TokenPull, WantedPull
 from kvpool_gpuagent.servicer import SharedCaches
+from tests.fixtures import layout_presets as presets
 from tests.fixtures.agent import CLIENT, EngineProcess, World, running_agent
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import Rank, peer_host

@@ -10,10 +10,10 @@ import pytest
 
 from kvpool.client.sync import Pool
 from kvpool.client.sync_peer_pulls import SyncPeerPulls
-from kvpool.core import layout_presets as presets
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.keyspace import KeyspaceSpec
+from tests.fixtures import layout_presets as presets
 from tests.fixtures.agent import CLIENT
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import Preset, equal, expected, peer_host

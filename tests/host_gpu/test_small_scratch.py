@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvpool.core.cancel import CancelToken
+from kvpool.core.chunks import Int64s
 from kvpool.core.errors import KvPoolError
-from kvpool.core.spans import Int64s
 from kvpool_gpuagent.adapters.gpu.copy_paths import QueueStreams
 from kvpool_gpuagent.adapters.gpu.scratch import Scratch
 from kvpool_gpuagent.adapters.gpu.transfer_queue import RUN_BURST_BYTES, Transfer, TransferQueue

@@ -13,15 +13,15 @@ from kvpool.core.geometry import KvGroup
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
-from kvpool.core.layout_presets import (
+from kvpool.core.plane_table import PlaneTable
+from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
+from kvpool_gpuagent.kernels.cache_kernels import BurstPages, BurstTables, CacheKernels
+from tests.fixtures.layout_presets import (
     lightllm_quantized_layout,
     mla_per_layer_layout,
     vllm_blhnc_layout,
     vllm_hnd_layout,
 )
-from kvpool.core.plane_table import PlaneTable
-from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
-from kvpool_gpuagent.kernels.cache_kernels import BurstPages, BurstTables, CacheKernels
 from tests.kernels.paged_caches import poisoned, random_bytes
 
 CHUNK, BLOCK, BLOCKS = 32, 8, 40

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool.core import layout_presets
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.geometry import KvGroup
 from kvpool.core.grid import ShardGrid
@@ -19,6 +18,7 @@ from kvpool_gpuagent.kernels.codec_shapes import CodecShape, RowCodec
 from kvpool_gpuagent.kernels.dequantize import dequantize_scatter_pages
 from kvpool_gpuagent.kernels.quantize import gather_quantize_pages
 from kvpool_gpuagent.kernels.tables import CopyShape, PageColumn
+from tests.fixtures import layout_presets
 from tests.kernels.paged_caches import make_pages, random_bytes
 
 TORCH = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}

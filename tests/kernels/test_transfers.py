@@ -7,7 +7,6 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvpool.core import layout_presets
 from kvpool.core.cancel import CancelToken
 from kvpool.core.elements import Dtype
 from kvpool.core.errors import KvPoolError
@@ -15,6 +14,7 @@ from kvpool.core.geometry import AttentionKind, KvGroup
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.testing import eventually
+from tests.fixtures import layout_presets
 from tests.fixtures.gpu_caches import batch_of, host_cache
 from tests.fixtures.host_gpu import Path
 

@@ -16,9 +16,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import kvpool.client.channel
+import kvpool.client.endpoints
 import kvpool.client.pagestore
-import kvpool.client.retry
 import kvpool_pagestore.engine.replication
 import kvpool_pagestore.engine.sessions
 import kvpool_server.node.reconciler
@@ -306,10 +305,10 @@ def _seams(world: World, rng: Random, trace: Callable[[str], None] | None) -> It
     with (
         small_shards(),
         _small_index(splits=rng.random() < 0.7),
-        mock.patch.object(kvpool.client.channel, "open_channel", open_channel),
+        mock.patch.object(kvpool.client.endpoints, "open_channel", open_channel),
         mock.patch.object(kvpool.client.pagestore, "open_channel", open_channel),
         mock.patch.object(kvpool.client.pagestore, "SegmentMap", SimSegmentMap),
-        mock.patch.object(kvpool.client.retry, "time", SimpleNamespace(monotonic=world.loop.time)),
+        mock.patch.object(kvpool.client.endpoints, "time", SimpleNamespace(monotonic=world.loop.time)),
         mock.patch.object(kvpool_server.node.reconciler, "time", SimpleNamespace(thread_time=world.loop.time)),
         mock.patch.object(
             kvpool_pagestore.engine.replication, "random", SimpleNamespace(Random=lambda: Random(rng.random()))

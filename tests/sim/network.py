@@ -85,7 +85,7 @@ class Network:
         return at_s
 
     def open_channel(self, endpoint: str, config: Any = None) -> Any:
-        """Takes the place of kvpool.client.channel.open_channel."""
+        """Takes the place of open_channel in kvpool.client."""
         return SimChannel(self, endpoint, current_process())
 
 
@@ -173,7 +173,8 @@ class SimChannel:
                 return answer
         except TimeoutError:
             call.fail(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-            raise call.error() from None
+            error = call.error()  # it may have ended well at the same instant
+            raise error if error.code() is not grpc.StatusCode.OK else _late() from None
         finally:
             call.cancel()
 
@@ -186,6 +187,11 @@ class SimChannel:
             pass
         finally:
             call.cancel()
+
+
+def _late() -> grpc.aio.AioRpcError:
+    none = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, none, none, details="Deadline Exceeded")
 
 
 def _as_it_is(data: bytes) -> bytes:

@@ -56,7 +56,11 @@ RULES: dict[str, Rule] = {
         )
     ),
     "kvpool.connectors.vllm.connector": Rule(may_import=(*CORE, "kvpool.client", "kvpool.connectors.vllm", "vllm")),
-    "kvpool.connectors.vllm.messages": Rule(may_import=(*CORE, "kvpool.connectors.vllm", "vllm")),
+    "kvpool.connectors.vllm.tier": Rule(inside_functions=("kvpool.connectors.vllm.tier.manager",)),
+    "kvpool.connectors.vllm.tier.manager": Rule(may_import=(*CORE, "kvpool.client", "kvpool.connectors.vllm", "vllm")),
+    "kvpool.connectors.vllm.messages": Rule(
+        may_import=(*CORE, "kvpool.client.engine_items", "kvpool.connectors.vllm", "vllm")
+    ),
     # The entry point says what to install where the extra `cli` is missing.
     "kvpool_cli.__main__": Rule(may_import=("kvpool_cli.errors",), inside_functions=("kvpool_cli.main",)),
     "kvpool_cli.errors": Rule(),

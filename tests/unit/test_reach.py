@@ -21,8 +21,6 @@ CALLED_BY_ENGINES = "kvpool/connectors/"
 
 UNUSED_ON_PURPOSE: Mapping[str, str] = {
     "kvpool/client/paged_cache.py:PagedCache.": "public API: docs/python-client.md presents it",
-    "kvpool/client/store_values.py:StoreCounts.": "SGLang's backend and LMCache's adapter show all of them",
-    "kvpool/core/layout_presets.py": "docs/python-client.md presents them to engines of one's own",
     "kvpool/core/reference.py": "what kernels are compared with",
     "kvpool/core/codecs.py:error_bound": "what codecs promise, and are held to",
     "kvpool/core/codecs.py:rms_error_bound": "what codecs promise, and are held to",

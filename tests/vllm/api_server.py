@@ -71,11 +71,19 @@ def answers(url: str) -> bool:
 
 def completed(url: str, tokens: list[int], salt: str, headers: Mapping[str, str] | None = None) -> list[int]:
     """Greedy tokens after these."""
+    found: list[int] = completion(url, tokens, salt, headers)["choices"][0]["token_ids"]
+    return found
+
+
+def completion(
+    url: str, tokens: list[int], salt: str, headers: Mapping[str, str] | None = None, **more: Any
+) -> dict[str, Any]:
+    """The server's answer. more: of the request's body."""
     body = {"model": "tiny", "prompt": tokens, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    body |= {"cache_salt": salt, "return_token_ids": True, "detokenize": False}
+    body |= {"cache_salt": salt, "return_token_ids": True, "detokenize": False, **more}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
-        found: list[int] = json.load(answer)["choices"][0]["token_ids"]
+        found: dict[str, Any] = json.load(answer)
     return found

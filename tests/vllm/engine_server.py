@@ -30,6 +30,7 @@ ENVIRONMENT = {
 }
 _LINE_BYTES_MAX = 1 << 26
 _SPIN_S = 50e-6
+_COUNTED = ("kvpool", "preempt", "kv_cache_usage")  # in the names of metrics
 
 
 def main() -> None:
@@ -228,12 +229,13 @@ class _Served:
 
     async def _counters(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """kvpool's counters, those of preemption and the share of blocks in use, by name."""
-        from vllm.v1.metrics.reader import get_metrics_snapshot
+        from prometheus_client import REGISTRY  # vLLM's own snapshot cuts seconds to whole ones
 
         found: dict[str, float] = {}
-        for metric in get_metrics_snapshot():
-            if any(part in metric.name for part in ("kvpool", "preempt", "kv_cache_usage")):
-                found[metric.name.removeprefix("vllm:")] = found.get(metric.name, 0) + getattr(metric, "value", 0)
+        for family in REGISTRY.collect():
+            if family.type in ("counter", "gauge") and any(part in family.name for part in _COUNTED):
+                values = (sample.value for sample in family.samples if not sample.name.endswith("_created"))
+                found[family.name.removeprefix("vllm:")] = sum(values)
         return {"counters": found}
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from tools.dashboards.expressions import or_zero, quantile, rate, series, total
 from tools.dashboards.grafana import Dashboard, Panel, Query, Row
-from tools.dashboards.words import HERE, or_zero, quantile, rate
 
 _POOL = "vllm:kvpool_"
-_COMPUTED = f'source="local_compute", {HERE}'
+_COMPUTED = 'source="local_compute"'
 
 
 def _pool(name: str, legend: str) -> Query:
-    return Query(rate(f"{_POOL}{name}_total", where=HERE), legend)
+    return Query(rate(f"{_POOL}{name}_total"), legend)
 
 
 USERS = Row(
@@ -21,7 +21,7 @@ USERS = Row(
             unit="s",
             description="As vLLM measures it.",
             queries=tuple(
-                Query(quantile(share, "vllm:time_to_first_token_seconds", where=HERE), f"p{share * 100:g}")
+                Query(quantile(share, "vllm:time_to_first_token_seconds"), f"p{share * 100:g}")
                 for share in (0.5, 0.9, 0.99)
             ),
         ),
@@ -30,7 +30,7 @@ USERS = Row(
             unit="s",
             description="As vLLM measures it: loads and stores must not be seen here.",
             queries=tuple(
-                Query(quantile(share, "vllm:inter_token_latency_seconds", where=HERE), f"p{share * 100:g}")
+                Query(quantile(share, "vllm:inter_token_latency_seconds"), f"p{share * 100:g}")
                 for share in (0.5, 0.9, 0.99)
             ),
         ),
@@ -38,8 +38,8 @@ USERS = Row(
             title="Requests",
             description="Running, and waiting; one whose load is under way waits.",
             queries=(
-                Query(f"sum(vllm:num_requests_running{{{HERE}}})", "running"),
-                Query(f"sum(vllm:num_requests_waiting{{{HERE}}})", "waiting"),
+                Query(total("vllm:num_requests_running"), "running"),
+                Query(total("vllm:num_requests_waiting"), "waiting"),
             ),
         ),
     ),
@@ -53,7 +53,7 @@ TOKENS = Row(
             stacked=True,
             description="A second: found in vLLM's own cache, loaded out of the pool by tier, and computed.",
             queries=(
-                Query(rate("vllm:prefix_cache_hits_total", where=HERE), "own cache"),
+                Query(rate("vllm:prefix_cache_hits_total"), "own cache"),
                 _pool("staging_tokens", "staging"),
                 _pool("disk_tokens", "disk"),
                 _pool("remote_tokens", "remote"),
@@ -63,7 +63,7 @@ TOKENS = Row(
         Panel(
             title="Prompt tokens asked for",
             description="A second.",
-            queries=(Query(rate("vllm:prompt_tokens_total", where=HERE), "prompt tokens"),),
+            queries=(Query(rate("vllm:prompt_tokens_total"), "prompt tokens"),),
         ),
         Panel(
             title="Offered, declined, loaded",
@@ -81,10 +81,7 @@ TOKENS = Row(
             description="Bytes over the seconds of each load, as the engine sees them.",
             queries=(
                 Query(
-                    or_zero(
-                        f"{rate(_POOL + 'loaded_bytes_total', where=HERE)}"
-                        f" / {rate(_POOL + 'load_seconds_total', where=HERE)}"
-                    ),
+                    or_zero(f"{rate(_POOL + 'loaded_bytes_total')} / {rate(_POOL + 'load_seconds_total')}"),
                     "loads",
                 ),
             ),
@@ -113,7 +110,7 @@ CACHE = Row(
             minimum=0,
             maximum=1,
             description="Of its KV cache.",
-            queries=(Query(f"vllm:kv_cache_usage_perc{{{HERE}}}", "{{instance}}"),),
+            queries=(Query(series("vllm:kv_cache_usage_perc"), "{{instance}}"),),
         ),
         Panel(
             title="Hit rate",
@@ -123,8 +120,7 @@ CACHE = Row(
             description="Of the tokens that it was asked for.",
             queries=(
                 Query(
-                    f"{rate('vllm:prefix_cache_hits_total', where=HERE)}"
-                    f" / {rate('vllm:prefix_cache_queries_total', where=HERE)}",
+                    f"{rate('vllm:prefix_cache_hits_total')} / {rate('vllm:prefix_cache_queries_total')}",
                     "own cache",
                 ),
             ),
@@ -132,7 +128,7 @@ CACHE = Row(
         Panel(
             title="Preemptions",
             description="A second: requests that lost their blocks to others.",
-            queries=(Query(rate("vllm:num_preemptions_total", where=HERE), "preemptions"),),
+            queries=(Query(rate("vllm:num_preemptions_total"), "preemptions"),),
         ),
     ),
 )

@@ -48,13 +48,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
-    """instances: a metric whose `instance` label the dashboard can be narrowed to; empty: no such choice."""
+    """instances: a series whose `cluster`, `namespace` and `instance` labels the dashboard can be narrowed to."""
 
     uid: str
     title: str
     description: str
     rows: Sequence[Row]
-    instances: str = ""
+    instances: str
     tags: Sequence[str] = field(default=("kvpool",))
 
     def document(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Dashboard:
             "timezone": "",
             "links": [_other_dashboards()],
             "annotations": {"list": []},
-            "templating": {"list": [_datasource(), *([_instances(self.instances)] if self.instances else [])]},
+            "templating": {"list": [_datasource(), *_choices(self.instances)]},
             "panels": _laid_out(self.rows),
         }
 
@@ -200,22 +200,33 @@ def _datasource() -> dict[str, Any]:
     }
 
 
-def _instances(metric: str) -> dict[str, Any]:
-    query = f"label_values({metric}, instance)"
-    return {
-        "name": "instance",
-        "label": "Process",
-        "type": "query",
-        "datasource": _SOURCE,
-        "definition": query,
-        "query": {"query": query, "refId": "instances"},
-        "includeAll": True,
-        "multi": True,
-        "allValue": ".*",
-        "current": {"text": "All", "value": "$__all"},
-        "refresh": 2,
-        "sort": 1,
-    }
+def _choices(selector: str) -> list[dict[str, Any]]:
+    """Variables for the labels of targets, each narrowed by those before it. All: also series without the label."""
+    metric, _, where = selector.rstrip("}").partition("{")
+    choices: list[dict[str, Any]] = []
+    chosen = [where] if where else []
+    for label, title in (("cluster", "Cluster"), ("namespace", "Namespace"), ("instance", "Process")):
+        query = (
+            f"label_values({metric}{{{', '.join(chosen)}}}, {label})" if chosen else f"label_values({metric}, {label})"
+        )
+        chosen.append(f'{label}=~"${label}"')
+        choices.append(
+            {
+                "name": label,
+                "label": title,
+                "type": "query",
+                "datasource": _SOURCE,
+                "definition": query,
+                "query": {"query": query, "refId": label},
+                "includeAll": True,
+                "multi": True,
+                "allValue": ".*",
+                "current": {"text": "All", "value": "$__all"},
+                "refresh": 2,
+                "sort": 1,
+            }
+        )
+    return choices
 
 
 def _other_dashboards() -> dict[str, Any]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from tools.dashboards.expressions import increase, or_zero, quantile, rate, series, total
 from tools.dashboards.grafana import Dashboard, Panel, Query, Row
-from tools.dashboards.words import or_zero, quantile, rate, total
 
 _MATCHED, _UNMATCHED = "kvpool_gpuagent_matched_chunks_total", "kvpool_gpuagent_unmatched_chunks_total"
 _ASKED = f"({or_zero(rate(_MATCHED))}) + {rate(_UNMATCHED)}"
+_FOUND_5M = rate(_MATCHED, window="5m")
 _TOKENS = "kvpool_gpuagent_loaded_tokens_total"
 _GOOD_BAD = ((None, "red"), (1.0, "green"))
 _BAD_ABOVE_ZERO = ((None, "green"), (1.0, "red"))
+
+
+def _used_share(tier: str) -> str:
+    return f"{series(f'kvpool_pagestore_{tier}_used_bytes')} / {series(f'kvpool_pagestore_{tier}_capacity_bytes')}"
+
 
 PAYS = Row(
     "Does it pay",
@@ -20,14 +26,14 @@ PAYS = Row(
             unit="percentunit",
             width=4,
             description="Of the chunks that engines asked for and did not hold themselves: the share that was found.",
-            queries=(Query(f"sum(rate({_MATCHED}[5m])) / (sum(rate({_MATCHED}[5m])) + sum(rate({_UNMATCHED}[5m])))"),),
+            queries=(Query(f"{_FOUND_5M} / ({_FOUND_5M} + {rate(_UNMATCHED, window='5m')})"),),
         ),
         Panel(
             title="Prompt tokens not recomputed",
             kind="stat",
             width=4,
             description="Loaded for engines within the time shown.",
-            queries=(Query(f"sum(increase({_TOKENS}[$__range]))"),),
+            queries=(Query(increase(_TOKENS, "$__range")),),
         ),
         Panel(
             title="Engine time saved",
@@ -38,8 +44,8 @@ PAYS = Row(
             "what the loads took. Engines that give no estimate are not in it.",
             queries=(
                 Query(
-                    "sum(increase(kvpool_gpuagent_saved_seconds_total[$__range]))"
-                    " - sum(increase(kvpool_gpuagent_lost_seconds_total[$__range]))"
+                    f"{increase('kvpool_gpuagent_saved_seconds_total', '$__range')}"
+                    f" - {increase('kvpool_gpuagent_lost_seconds_total', '$__range')}"
                 ),
             ),
         ),
@@ -91,7 +97,7 @@ WELL = Row(
             width=4,
             height=5,
             description="That Prometheus can scrape, by job.",
-            queries=(Query('sum by (job) (up{job=~"kvpool.*"})', "{{job}}"),),
+            queries=(Query(total("up", by="job", where='job=~"kvpool.*"'), "{{job}}"),),
         ),
         Panel(
             title="Nodes with a lease",
@@ -99,7 +105,7 @@ WELL = Row(
             width=4,
             height=5,
             description="That the index considers alive, by kind.",
-            queries=(Query("max by (kind) (kvpool_index_live_nodes)", "{{kind}}"),),
+            queries=(Query(total("kvpool_index_live_nodes", by="kind", aggregate="max"), "{{kind}}"),),
         ),
         Panel(
             title="Redis answers",
@@ -109,7 +115,7 @@ WELL = Row(
             limits=_GOOD_BAD,
             names=((0, "no", "red"), (1, "yes", "green")),
             description="Whether every index replica reached its store when it last asked.",
-            queries=(Query("min(kvpool_index_store_up)"),),
+            queries=(Query(total("kvpool_index_store_up", aggregate="min")),),
         ),
         Panel(
             title="Disk tiers that cannot be written",
@@ -118,7 +124,7 @@ WELL = Row(
             height=5,
             limits=_BAD_ABOVE_ZERO,
             description="Pagestores whose disk is full, failing or off: they serve what they have.",
-            queries=(Query("count(kvpool_pagestore_disk_state > 0) or vector(0)"),),
+            queries=(Query(or_zero(f"count({series('kvpool_pagestore_disk_state')} > 0)")),),
         ),
         Panel(
             title="Damaged pages in the last hour",
@@ -129,8 +135,8 @@ WELL = Row(
             description="Pages whose identity or checksum was wrong. None of them reached an engine.",
             queries=(
                 Query(
-                    "sum(increase(kvpool_pagestore_verification_failures_total[1h]))"
-                    " + sum(increase(kvpool_gpuagent_verification_failures_total[1h]))"
+                    f"{increase('kvpool_pagestore_verification_failures_total', '1h')}"
+                    f" + {increase('kvpool_gpuagent_verification_failures_total', '1h')}"
                 ),
             ),
         ),
@@ -155,9 +161,7 @@ ROOM = Row(
             minimum=0,
             maximum=1,
             description="Share of each pagestore's arena. Full is normal for a cache: what counts is what is evicted.",
-            queries=(
-                Query("kvpool_pagestore_arena_used_bytes / kvpool_pagestore_arena_capacity_bytes", "{{instance}}"),
-            ),
+            queries=(Query(_used_share("arena"), "{{instance}}"),),
         ),
         Panel(
             title="Disk in use",
@@ -165,7 +169,7 @@ ROOM = Row(
             minimum=0,
             maximum=1,
             description="Share of each pagestore's disk budget, which is never exceeded.",
-            queries=(Query("kvpool_pagestore_disk_used_bytes / kvpool_pagestore_disk_capacity_bytes", "{{instance}}"),),
+            queries=(Query(_used_share("disk"), "{{instance}}"),),
         ),
         Panel(
             title="Evictions",
@@ -190,5 +194,6 @@ OVERVIEW = Dashboard(
     uid="kvpool-overview",
     title="kvpool: overview",
     description="Does the pool pay, is it well, is there room. The other dashboards go into each service.",
+    instances='up{job=~"kvpool.*"}',
     rows=(PAYS, WELL, ROOM),
 )

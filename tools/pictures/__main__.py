@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from tools.pictures.canvas import THEMES
 from tools.pictures.figures import Figure, claims, figures
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -14,11 +14,19 @@ IMAGES = REPOSITORY / "docs" / "images"
 README = REPOSITORY / "README.md"
 BEGIN = "<!-- Plots: written by python -m tools.pictures from bench/results. -->"
 END = "<!-- End of the plots. -->"
+_DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 
 
-def images() -> dict[str, str]:
-    """File name and content of each picture."""
-    return {f"{figure.name}-{theme.name}.svg": figure.chart.draw(theme) for figure in figures() for theme in THEMES}
+def pictures() -> dict[str, tuple[Figure, str]]:
+    """File name, and the figure and theme of each picture."""
+    return {f"{figure.name}-{theme}.svg": (figure, theme) for figure in figures() for theme in ("light", "dark")}
+
+
+def described(path: Path) -> str:
+    """The description in a picture's metadata; empty without a picture."""
+    if not path.exists():
+        return ""
+    return next((part.text or "" for part in ElementTree.parse(path).iter(_DESCRIPTION)), "")
 
 
 def plots() -> str:
@@ -37,7 +45,7 @@ def _cell(figure: Figure) -> str:
 
 
 def readme_text(current: str) -> str:
-    """README.md with its plots anew. raises: SystemExit when it has no place for them."""
+    """README.md with current plots. Raises SystemExit if it has no place for them."""
     before, begin, rest = current.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -46,10 +54,11 @@ def readme_text(current: str) -> str:
 
 
 def stale() -> list[str]:
-    """What is not current, sorted."""
-    wanted = images()
-    present = {path.name: path.read_text() for path in IMAGES.glob("*.svg")}
-    names = [name for name in wanted.keys() | present.keys() if wanted.get(name) != present.get(name)]
+    """What is not current, sorted. Pictures are compared by the data in them: how they are drawn may vary."""
+    wanted = pictures()
+    present = {path.name for path in IMAGES.glob("*.svg")}
+    names = present - wanted.keys()
+    names |= {name for name, (figure, _) in wanted.items() if described(IMAGES / name) != figure.description}
     current = README.read_text()
     return sorted(names) + (["README.md"] if current != readme_text(current) else [])
 
@@ -63,9 +72,11 @@ def main() -> int:
         if names:
             print(f"not current: {', '.join(names)}; run python -m tools.pictures", file=sys.stderr)
         return int(bool(names))
+    from tools.pictures.drawing import draw  # matplotlib, which the check does without
+
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for name, text in images().items():
-        (IMAGES / name).write_text(text)
+    for name, (figure, theme) in pictures().items():
+        (IMAGES / name).write_text(draw(figure.chart, theme, figure.description))
     README.write_text(readme_text(README.read_text()))
     return 0
 

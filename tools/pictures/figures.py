@@ -5,31 +5,43 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.pictures.canvas import Theme
-from tools.pictures.charts import BarChart, LineChart, Series
+from tools.pictures.charts import BarChart, Color, LineChart, Series
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
-DAY = "2026-11-21"
-GPU_DAY = "2026-11-22"  # of vLLM on a GPU
-KVPOOL = Series("kvpool", lambda theme: theme.strong)
+# Files of bench/results, each named by its day.
+VLLM_GPU = "2026-11-22-vllm-gpu"
+VLLM_SERVE = "2026-11-21-vllm-serve"
+VLLM_TTFT = "2026-11-21-vllm-ttft"
+PAGES = "2026-11-21-pages"
+MATCH = "2026-11-21-match"
+EVICTION = "2026-11-22-eviction"
+SOAK = "2026-11-21-soak"
+DEMO = "2026-11-21-h200-demo"
+KVPOOL = Series("kvpool", Color.KVPOOL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """name: of its files. caption: the machine, and what to read from it."""
+    """name: of its files. result: the file of bench/results. caption: the machine, and what to read from it."""
 
     name: str
+    result: str
     chart: BarChart | LineChart
     caption: str
 
+    @property
+    def description(self) -> str:
+        """What a picture's metadata say: the result's file and all that is drawn, as JSON."""
+        return json.dumps({"result": f"bench/results/{self.result}.json", "chart": asdict(self.chart)})
 
-def result(name: str, day: str = DAY) -> Any:
-    """The document of a results file of a day."""
-    return json.loads((RESULTS / f"{day}-{name}.json").read_text())
+
+def result(name: str) -> Any:
+    """The document of a results file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def figures() -> tuple[Figure, ...]:
@@ -39,8 +51,8 @@ def figures() -> tuple[Figure, ...]:
 
 def claims() -> str:
     """What else the README says in figures, as a list."""
-    cases, runs, soak = result("vllm-ttft")["cases"], result("vllm-serve")["runs"], result("soak")
-    phases = {phase["name"]: phase["ttft_ms_median"] for phase in result("h200-demo")["phases"]}
+    cases, runs, soak = result(VLLM_TTFT)["cases"], result(VLLM_SERVE)["runs"], result(SOAK)
+    phases = {phase["name"]: phase["ttft_ms_median"] for phase in result(DEMO)["phases"]}
     plain, restarted = runs["plain"], runs["restarted"]
     mean = restarted["ttft_s"]["mean"] / plain["ttft_s"]["mean"]
     faster = restarted["throughput"]["output_tokens_per_s"] / plain["throughput"]["output_tokens_per_s"]
@@ -60,14 +72,14 @@ def claims() -> str:
 
 
 def first_token() -> Figure:
-    cases = result("vllm-gpu", GPU_DAY)["cases"]
+    cases = result(VLLM_GPU)["cases"]
     ways = ("own cache", "loaded")
     chart = BarChart(
         title="vLLM on a GPU: first token",
         note="times sooner than computing it in plain vLLM",
         series=(
-            Series("its own GPU cache", lambda theme: theme.other),
-            Series("kvpool, fresh engine", lambda theme: theme.strong),
+            Series("its own GPU cache", Color.BASELINE),
+            Series("kvpool, fresh engine", Color.KVPOOL),
         ),
         rows=tuple(
             (f"{tokens:,} tokens", tuple(1 / cases[f"ttft {tokens} {way}"]["ratio"] for way in ways))
@@ -81,11 +93,11 @@ def first_token() -> Figure:
         "vLLM 0.32, an 8B shape in bf16, CUDA graphs, one NVIDIA H200; the engine that loads has computed none of it. "
         f"8,192 tokens: {loaded['baseline']:.0f} ms computed, {loaded['value']:.0f} ms loaded."
     )
-    return Figure(name="first-token", chart=chart, caption=caption)
+    return Figure(name="first-token", result=VLLM_GPU, chart=chart, caption=caption)
 
 
 def press() -> Figure:
-    cases = result("vllm-gpu", GPU_DAY)["cases"]
+    cases = result(VLLM_GPU)["cases"]
     processes = ("", ", second process", ", third process")
 
     def thousands(number: int) -> tuple[float, ...]:
@@ -98,9 +110,9 @@ def press() -> Figure:
         title="A working set larger than the GPU's cache",
         note="thousand prompt tokens a second, 24 x 8,192, 4 at a time",
         series=(
-            Series("vLLM offload", lambda theme: theme.other),
-            Series("kvpool", lambda theme: theme.strong),
-            Series("GPU cache holds all", lambda theme: theme.fourth),
+            Series("vLLM offload", Color.BASELINE),
+            Series("kvpool", Color.KVPOOL),
+            Series("GPU cache holds all", Color.FOURTH),
         ),
         rows=tuple((f"round {number}", thousands(number)) for number in (2, 3)),
         digits=0,
@@ -110,11 +122,11 @@ def press() -> Figure:
         "The same engine and GPU; medians of three processes, the full GPU cache of one. Round 1 computes and stores: "
         f"{first['value'] / 1000:.1f} thousand, plain vLLM {first['baseline'] / 1000:.1f}."
     )
-    return Figure(name="press", chart=chart, caption=caption)
+    return Figure(name="press", result=VLLM_GPU, chart=chart, caption=caption)
 
 
 def served() -> Figure:
-    runs = result("vllm-serve")["runs"]
+    runs = result(VLLM_SERVE)["runs"]
     names = ("plain", "empty-pool", "restarted")
 
     def beside_plain(value: Callable[[Any], float]) -> tuple[float, ...]:
@@ -124,9 +136,9 @@ def served() -> Figure:
         title="What users of vLLM's server see",
         note="two-turn conversations about shared texts; plain vLLM = 1",
         series=(
-            Series("plain vLLM", lambda theme: theme.other),
-            Series("kvpool, empty", lambda theme: theme.fourth),
-            Series("kvpool, restarted", lambda theme: theme.strong),
+            Series("plain vLLM", Color.BASELINE),
+            Series("kvpool, empty", Color.FOURTH),
+            Series("kvpool, restarted", Color.KVPOOL),
         ),
         rows=(
             ("first token, mean", beside_plain(lambda run: run["ttft_s"]["mean"])),
@@ -139,11 +151,11 @@ def served() -> Figure:
         "vLLM 0.32 (CPU build), a small model, 2 virtual cores; 80 requests a server, none failed. Each server is a "
         "fresh process: the last one found what the one before had stored."
     )
-    return Figure(name="vllm-serve", chart=chart, caption=caption)
+    return Figure(name="vllm-serve", result=VLLM_SERVE, chart=chart, caption=caption)
 
 
 def cluster_paths() -> Figure:
-    cases = result("pages")["results"]
+    cases = result(PAGES)["results"]
     rows = (
         ("arena put", "arena put, contiguous tensor"),
         ("arena get", "arena get, contiguous tensor"),
@@ -164,11 +176,11 @@ def cluster_paths() -> Figure:
         "2 virtual cores for engine, agent, pagestore and baseline together. Measured when every page was still sealed "
         "when it was put, and verified when it was read."
     )
-    return Figure(name="pages", chart=chart, caption=caption)
+    return Figure(name="pages", result=PAGES, chart=chart, caption=caption)
 
 
 def index() -> Figure:
-    latency = result("match")["latency_512_chunks_by_chunks_stored"]
+    latency = result(MATCH)["latency_512_chunks_by_chunks_stored"]
     what = (
         ("Redis alone, pipelined", "plain_redis"),
         ("bare gRPC echo", "grpc_echo"),
@@ -181,27 +193,23 @@ def index() -> Figure:
     chart = BarChart(
         title="Match of 512 chunks, a million stored",
         note="time beside the median of one pipelined read from Redis (= 1)",
-        series=(Series("median", lambda theme: theme.strong), Series("99th percentile", lambda theme: theme.other)),
+        series=(Series("median", Color.KVPOOL), Series("99th percentile", Color.BASELINE)),
         rows=tuple((name, tuple(case[f"{key}_{one}_ms"] / base for one in percentiles)) for name, key in what),
         unit=" x",
     )
-    rate = result("match")["throughput_128_chunks_1_million_stored"]["1 index"]["matches_a_second"]
+    rate = result(MATCH)["throughput_128_chunks_1_million_stored"]["1 index"]["matches_a_second"]
     caption = (
         "2 virtual cores for Redis, index and client together, beside other work: hence the tails. One index answers "
         f"{round(rate, -2):,.0f} matches of 128 chunks a second there."
     )
-    return Figure(name="index-match", chart=chart, caption=caption)
+    return Figure(name="index-match", result=MATCH, chart=chart, caption=caption)
 
 
 def eviction() -> Figure:
-    document = result("eviction", "2026-11-22")
+    document = result(EVICTION)
     curve = document["curves"]["recorded"]["hit_rates"]
     names = (("gdsf", "pagestore"), ("lru", "LRU"), ("belady", "Belady's optimum"))
-    colors: tuple[Callable[[Theme], str], ...] = (
-        lambda theme: theme.strong,
-        lambda theme: theme.third,
-        lambda theme: theme.other,
-    )
+    colors = (Color.KVPOOL, Color.THIRD, Color.BASELINE)
     chart = LineChart(
         title="Hits over a recorded conversation trace",
         note="share of blocks found, by eviction policy and size of the cache",
@@ -212,4 +220,4 @@ def eviction() -> Figure:
         percent_max=40,
     )
     caption = "Replayed, no machine in it. The optimum knows the future; above a quarter of the blocks all are alike."
-    return Figure(name="eviction", chart=chart, caption=caption)
+    return Figure(name="eviction", result=EVICTION, chart=chart, caption=caption)

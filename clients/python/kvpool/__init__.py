@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from kvpool.client.sync import connect as connect
     from kvpool.core import errors as errors
     from kvpool.core.errors import KvPoolError as KvPoolError
+    from kvpool.core.layout import EngineLayout as EngineLayout
+    from kvpool.core.layout import LayerLayout as LayerLayout
+    from kvpool.core.layout import RowPlane as RowPlane
     from kvpool.core.model import Model as Model
 
 __version__ = "0.1.0"
@@ -41,14 +44,17 @@ _HOMES: Final = {
     "AsyncHandle": "kvpool.client.handle",
     "AsyncPool": "kvpool.client.pool",
     "ClientConfig": "kvpool.client.config",
+    "EngineLayout": "kvpool.core.layout",
     "Handle": "kvpool.client.sync",
     "KvPoolError": "kvpool.core.errors",
+    "LayerLayout": "kvpool.core.layout",
     "LoadResult": "kvpool.client.engine_items",
     "MatchResult": "kvpool.client.engine_items",
     "Model": "kvpool.core.model",
     "PagedCache": "kvpool.client.paged_cache",
     "Pool": "kvpool.client.sync",
     "Prompt": "kvpool.client.hashing",
+    "RowPlane": "kvpool.core.layout",
     "Store": "kvpool.client.object_store",
     "StoreConfig": "kvpool.client.store_config",
     "StoreResult": "kvpool.client.engine_items",
@@ -60,14 +66,17 @@ __all__ = [
     "AsyncHandle",
     "AsyncPool",
     "ClientConfig",
+    "EngineLayout",
     "Handle",
     "KvPoolError",
+    "LayerLayout",
     "LoadResult",
     "MatchResult",
     "Model",
     "PagedCache",
     "Pool",
     "Prompt",
+    "RowPlane",
     "Store",
     "StoreConfig",
     "StoreResult",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.client.index import IndexClient, NamedKeyspace, OpenedKeyspace
-from kvpool.core.chunks import chunk_hashes
+from kvpool.core.chunks import chunk_hashes, group_head_index
+from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool_cli.errors import CommandFailed
 from kvpool_cli.targets import keyspace_of_name
 
@@ -31,11 +32,37 @@ class Chain:
 
 async def chain_of(index: IndexClient, keyspace_name: str, tokens: Sequence[int]) -> Chain:
     """The chunks of tokens. Raises CommandFailed for a keyspace that there is not, or without a full chunk."""
+    chain = await possibly_empty_chain_of(index, keyspace_name, tokens)
+    if not chain.hashes:
+        chunk_tokens = chain.named.spec.chunk_tokens
+        raise CommandFailed(f"{len(tokens)} tokens are less than a chunk of {chunk_tokens}: only full chunks are kept")
+    return chain
+
+
+async def possibly_empty_chain_of(index: IndexClient, keyspace_name: str, tokens: Sequence[int]) -> Chain:
+    """As chain_of, but tokens may be less than a chunk."""
     named = await keyspace_of_name(index, keyspace_name)
     opened = await index.open_keyspace(named.name, named.spec)
     hashes = chunk_hashes(opened.hash_key, tokens, named.spec.chunk_tokens)
-    if not hashes:
-        raise CommandFailed(
-            f"{len(tokens)} tokens are less than a chunk of {named.spec.chunk_tokens}: only full chunks are kept"
-        )
     return Chain(named=named, opened=opened, token_count=len(tokens), hashes=tuple(hashes))
+
+
+async def matches(index: IndexClient, chain: Chain) -> AsyncIterator[tuple[int, ChainMatch]]:
+    """Match a chain, one part after another where it is longer than one question may be, up to its first miss.
+
+    Yields the number of each part's first chunk, and the answer.
+    """
+    limit = (await index.get_info()).max_match_chunks
+    for first in range(0, len(chain.hashes), limit):
+        part = chain.hashes[first : first + limit]
+        answer = await index.match(
+            ChainQuery(
+                keyspace=chain.opened.keyspace,
+                chunk_hashes=b"".join(part),
+                first_chunk_index=first,
+                group_head_hash=chain.hashes[group_head_index(first)],
+            )
+        )
+        yield first, answer
+        if answer.matched_chunks < len(part):
+            return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -32,6 +32,7 @@ class Common:
     argv: Sequence[str] = ()  # the whole command line
 
 
+_JSON = Annotated[bool, typer.Option("--json", help="A document for programs.", rich_help_panel=_CLUSTER)]
 COMMON_OPTIONS: dict[str, Any] = {
     "index": Annotated[
         str | None,
@@ -53,7 +54,7 @@ COMMON_OPTIONS: dict[str, Any] = {
             rich_help_panel=_CLUSTER,
         ),
     ],
-    "json": Annotated[bool, typer.Option("--json", help="A document for programs.", rich_help_panel=_CLUSTER)],
+    "json": _JSON,
 } | {
     name: Annotated[
         str | None,
@@ -72,11 +73,6 @@ COMMON_OPTIONS: dict[str, Any] = {
     }.items()
 }
 COMMON_FLAGS = tuple("--" + name.replace("_", "-") for name in COMMON_OPTIONS)
-
-
-def root(ctx: typer.Context, values: Mapping[str, Any]) -> None:
-    """Keep what stood before the command."""
-    ctx.obj = {"argv": ctx.obj["argv"]} | dict(values)
 
 
 def common_of(ctx: typer.Context, values: Mapping[str, Any]) -> Common:
@@ -99,23 +95,36 @@ def common_of(ctx: typer.Context, values: Mapping[str, Any]) -> Common:
 def with_common(function: Callable[..., None]) -> Callable[..., None]:
     """A callback of the root, with the options of Common beside its own parameters."""
     hints = get_type_hints(function, include_extras=True)
-    parameters = [
-        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(function).parameters.items()
-    ]
-    parameters += [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=False if name == "json" else None
-        )
-        for name, hint in COMMON_OPTIONS.items()
-    ]
+    parameters = own_parameters(function, hints, tuple(hints)) + shared_parameters(COMMON_OPTIONS)
 
     def call(ctx: typer.Context, **values: Any) -> None:
-        root(ctx, {name: values.pop(name) for name in COMMON_OPTIONS})
+        before = {name: values.pop(name) for name in COMMON_OPTIONS}
+        ctx.obj = {"argv": ctx.obj["argv"]} | before
         function(**values)
 
     sign(call, parameters, function)
     return call
+
+
+def own_parameters(
+    function: Callable[..., Any], hints: Mapping[str, Any], names: Collection[str]
+) -> list[inspect.Parameter]:
+    """A function's own parameters of these names, by keyword."""
+    return [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name in names
+    ]
+
+
+def shared_parameters(options: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Parameters for options that several commands share."""
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=False if hint is _JSON else None
+        )
+        for name, hint in options.items()
+    ]
 
 
 def sign(call: Any, parameters: Sequence[inspect.Parameter], function: Callable[..., Any]) -> None:

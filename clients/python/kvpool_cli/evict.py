@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import RenderableType
 
 from kvpool.client.pagestore_control import EvictOutcome, EvictPreview, PageStoreControl
 from kvpool.core.cluster import LiveNode
-from kvpool.core.errors import KvPoolError, NotServed
+from kvpool.core.errors import KvPoolError
+from kvpool_cli.answers import exit_code, nodes_document, nodes_table
 from kvpool_cli.chains import chain_of
 from kvpool_cli.common import Common
-from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
+from kvpool_cli.errors import UsageFailed
 from kvpool_cli.options import DryRun, Keyspace, Node, Yes
-from kvpool_cli.output import confirm, print_json, show, stack, table
+from kvpool_cli.output import confirm, print_json, show, stack
 from kvpool_cli.prompts import TokenSource
 from kvpool_cli.quantities import size
 from kvpool_cli.targets import (
@@ -27,10 +28,10 @@ from kvpool_cli.targets import (
     on_pagestores,
     open_index,
     run,
-    said,
 )
 
 CALL_TIMEOUT_S = 120.0
+OutcomeT = TypeVar("OutcomeT", EvictOutcome, EvictPreview)
 
 Answers = Sequence[tuple[LiveNode, EvictOutcome | KvPoolError]]
 Previews = Sequence[tuple[LiveNode, EvictPreview | KvPoolError]]
@@ -44,17 +45,6 @@ class Wanted:
     tokens: Sequence[int] | None
     from_token: int
     node: str
-    staging_only: bool
-    with_pinned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What to evict, and where. batches: of chunk hashes; None is the whole keyspace."""
-
-    keyspace: bytes
-    batches: Sequence[list[bytes] | None]
-    nodes: Sequence[LiveNode]
     staging_only: bool
     with_pinned: bool
 
@@ -88,84 +78,45 @@ def evict(
     target = find_target(common)
     wanted = Wanted(keyspace, tokens, from_token, node, staging_only=staging_only, with_pinned=pinned)
     if dry_run:
-        previews = run(_preview(target, wanted))
+        previews = run(_on_batches(target, wanted, PageStoreControl.preview_evict, sum_previews))
         if common.json:
             print_json(preview_document(previews))
         else:
             show(render_preview(previews))
-        return _exit_code(previews)
+        return exit_code(previews)
     if not staging_only:
         what = f"all chunks of keyspace {keyspace}" if tokens is None else f"the chunks of {prompt}"
         confirm(f"Evict {what} from {node or 'every pagestore'}? Engines compute them again.", yes=yes)
-    answers = run(_evict(target, wanted))
+    answers = run(_on_batches(target, wanted, PageStoreControl.evict, _sum))
     if common.json:
         print_json(to_document(answers))
     else:
         show(render(answers))
-    return _exit_code(answers)
+    return exit_code(answers)
 
 
-def _exit_code(answers: Answers | Previews) -> int:
-    return EXIT_FAILED if any(isinstance(answer, KvPoolError) for _, answer in answers) else EXIT_OK
-
-
-async def _asked(target: Target, wanted: Wanted) -> Asked:
+async def _on_batches(
+    target: Target,
+    wanted: Wanted,
+    call: Callable[..., Awaitable[OutcomeT]],
+    add: Callable[[Sequence[OutcomeT]], OutcomeT],
+) -> list[tuple[LiveNode, OutcomeT | KvPoolError]]:
+    """Call each pagestore for as many chunks at a time as a call may name; `add` sums up what it answers."""
     batches: list[list[bytes] | None]
     async with open_index(target) as index:
         if wanted.tokens is None:
             keyspace, batches = (await keyspace_of_name(index, wanted.keyspace)).keyspace, [None]
         else:
             chain = await chain_of(index, wanted.keyspace, wanted.tokens)
-            chunk_tokens = chain.named.spec.chunk_tokens
-            keyspace = chain.opened.keyspace
-            batches = list(chain.batches(first_chunk=-(-max(0, wanted.from_token) // chunk_tokens)))
-        return Asked(
-            keyspace=keyspace,
-            batches=batches,
-            nodes=await live_pagestores(index, wanted.node),
-            staging_only=wanted.staging_only,
-            with_pinned=wanted.with_pinned,
-        )
+            first_chunk = -(-max(0, wanted.from_token) // chain.named.spec.chunk_tokens)
+            keyspace, batches = chain.opened.keyspace, list(chain.batches(first_chunk))
+        nodes = await live_pagestores(index, wanted.node)
+    options = {"staging_only": wanted.staging_only, "with_pinned": wanted.with_pinned, "timeout_s": CALL_TIMEOUT_S}
 
+    async def one(control: PageStoreControl) -> OutcomeT:
+        return add([await call(control, keyspace, batch, **options) for batch in batches])
 
-async def _evict(target: Target, wanted: Wanted) -> Answers:
-    asked = await _asked(target, wanted)
-
-    async def evict(control: PageStoreControl) -> EvictOutcome:
-        return _sum(
-            [
-                await control.evict(
-                    asked.keyspace,
-                    batch,
-                    staging_only=asked.staging_only,
-                    with_pinned=asked.with_pinned,
-                    timeout_s=CALL_TIMEOUT_S,
-                )
-                for batch in asked.batches
-            ]
-        )
-
-    return await on_pagestores(target, asked.nodes, evict)
-
-
-async def _preview(target: Target, wanted: Wanted) -> Previews:
-    asked = await _asked(target, wanted)
-
-    async def preview(control: PageStoreControl) -> EvictPreview:
-        return sum_previews(
-            [
-                await control.preview_evict(
-                    asked.keyspace,
-                    batch,
-                    staging_only=asked.staging_only,
-                    with_pinned=asked.with_pinned,
-                    timeout_s=CALL_TIMEOUT_S,
-                )
-                for batch in asked.batches
-            ]
-        )
-
-    return await on_pagestores(target, asked.nodes, preview)
+    return await on_pagestores(target, nodes, one)
 
 
 def _sum(outcomes: Sequence[EvictOutcome]) -> EvictOutcome:
@@ -188,39 +139,24 @@ def sum_previews(previews: Sequence[EvictPreview]) -> EvictPreview:
 
 def to_document(answers: Answers) -> dict[str, Any]:
     """The document of `--json`."""
-    nodes = []
-    for node, answer in answers:
-        done = answer if isinstance(answer, EvictOutcome) else None
-        nodes.append(
-            {
-                "node_id": node.info.node_id.hex(),
-                "host_id": node.info.host_id,
-                "evicted_pages": done.page_count if done else 0,
-                "pinned_pages": done.pinned_count if done else 0,
-                "undurable_pages": done.undurable_count if done else 0,
-                "error": said(answer) if isinstance(answer, KvPoolError) else "",
-            }
-        )
-    return {"version": 1, "nodes": nodes}
+
+    def counts(done: EvictOutcome) -> dict[str, int]:
+        return {
+            "evicted_pages": done.page_count,
+            "pinned_pages": done.pinned_count,
+            "undurable_pages": done.undurable_count,
+        }
+
+    return {"version": 1, "nodes": nodes_document(answers, counts, _sum([]))}
 
 
 def render(answers: Answers) -> RenderableType:
     """A table for people, with what to do about pages that stayed."""
-    rows = [
-        [
-            node.info.node_id.hex()[:8],
-            node.info.host_id,
-            *(
-                [answer.page_count, answer.pinned_count, answer.undurable_count, ""]
-                if isinstance(answer, EvictOutcome)
-                else ["-", "-", "-", said(answer)]
-            ),
-        ]
-        for node, answer in answers
-    ]
-    parts: list[RenderableType | str] = [
-        table(["pagestore", "host", "evicted", "pinned", "not durable", "error"], rows, right=[2, 3, 4])
-    ]
+
+    def cells(done: EvictOutcome) -> tuple[int, ...]:
+        return done.page_count, done.pinned_count, done.undurable_count
+
+    parts: list[RenderableType | str] = [nodes_table(answers, ["evicted", "pinned", "not durable"], cells)]
     done = [answer for _, answer in answers if isinstance(answer, EvictOutcome)]
     if any(one.pinned_count for one in done):
         parts.append("pinned pages stayed; `kvpool cache unpin` them, or give --pinned")
@@ -233,49 +169,38 @@ def render(answers: Answers) -> RenderableType:
 
 def preview_document(previews: Previews) -> dict[str, Any]:
     """The document of `--dry-run --json`: no key of it is one of an eviction that was done."""
-    nodes = []
-    for node, answer in previews:
-        would = answer if isinstance(answer, EvictPreview) else None
-        nodes.append(
-            {
-                "node_id": node.info.node_id.hex(),
-                "host_id": node.info.host_id,
-                "would_evict_chunks": would.chunk_count if would else 0,
-                "would_evict_pages": would.outcome.page_count if would else 0,
-                "would_free_staging_bytes": would.staging_bytes if would else 0,
-                "would_free_disk_bytes": would.disk_bytes if would else 0,
-                "would_keep_pinned_pages": would.outcome.pinned_count if would else 0,
-                "would_keep_undurable_pages": would.outcome.undurable_count if would else 0,
-                "error": _why_not(answer) if isinstance(answer, KvPoolError) else "",
-            }
-        )
-    return {"version": 1, "dry_run": True, "nodes": nodes}
+
+    def counts(would: EvictPreview) -> dict[str, int]:
+        return {
+            "would_evict_chunks": would.chunk_count,
+            "would_evict_pages": would.outcome.page_count,
+            "would_free_staging_bytes": would.staging_bytes,
+            "would_free_disk_bytes": would.disk_bytes,
+            "would_keep_pinned_pages": would.outcome.pinned_count,
+            "would_keep_undurable_pages": would.outcome.undurable_count,
+        }
+
+    return {"version": 1, "dry_run": True, "nodes": nodes_document(previews, counts, sum_previews([]))}
 
 
 def render_preview(previews: Previews) -> RenderableType:
     """A table for people. Copies of a chunk count on each node that has one."""
-    headers = ["pagestore", "host", "chunks", "pages", "memory", "disk", "pinned", "not durable", "error"]
-    rows = []
-    for node, answer in previews:
-        if isinstance(answer, EvictPreview):
-            outcome = answer.outcome
-            freed = size(answer.staging_bytes), size(answer.disk_bytes)
-            stays = outcome.pinned_count, outcome.undurable_count, ""
-            cells: tuple[object, ...] = (answer.chunk_count, outcome.page_count, *freed, *stays)
-        else:
-            cells = (*["-"] * 6, _why_not(answer))
-        rows.append([node.info.node_id.hex()[:8], node.info.host_id, *cells])
+
+    def cells(would: EvictPreview) -> tuple[object, ...]:
+        freed = size(would.staging_bytes), size(would.disk_bytes)
+        return (
+            would.chunk_count,
+            would.outcome.page_count,
+            *freed,
+            would.outcome.pinned_count,
+            would.outcome.undurable_count,
+        )
+
     would = [answer for _, answer in previews if isinstance(answer, EvictPreview)]
     concerned = [one for one in would if one.outcome.page_count]
-    memory, disk = size(sum(one.staging_bytes for one in would)), size(sum(one.disk_bytes for one in would))
+    every = sum_previews(would)
     return stack(
-        table(headers, rows, right=[2, 3, 4, 5, 6, 7]),
-        f"would evict {sum(one.outcome.page_count for one in would)} pages "
-        f"({memory} of memory, {disk} of disk) on {len(concerned)} of {len(previews)} pagestores; nothing was changed",
+        nodes_table(previews, ["chunks", "pages", "memory", "disk", "pinned", "not durable"], cells),
+        f"would evict {every.outcome.page_count} pages ({size(every.staging_bytes)} of memory, "
+        f"{size(every.disk_bytes)} of disk) on {len(concerned)} of {len(previews)} pagestores; nothing was changed",
     )
-
-
-def _why_not(error: KvPoolError) -> str:
-    if isinstance(error, NotServed):  # gRPC's own words say nothing to an operator
-        return "this pagestore is of an earlier release and cannot tell; upgrade it first"
-    return said(error)

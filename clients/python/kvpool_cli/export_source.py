@@ -14,14 +14,14 @@ from kvpool.client.index import IndexClient
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.client.transfer import PageToRead, PageTransferClient
 from kvpool.core.chain_order import in_chain_order
-from kvpool.core.chunks import ROOT_HASH, group_head_index
-from kvpool.core.cluster import ChainQuery, NodeInfo, PageMetadata
+from kvpool.core.chunks import ROOT_HASH
+from kvpool.core.cluster import NodeInfo, PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.export_format import Manifest
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey, page_bytes, verify
-from kvpool_cli.chains import Chain
+from kvpool_cli.chains import Chain, matches
 
 BATCH_BYTES = 64 << 20
 _READ_TIMEOUT_S = 120.0
@@ -64,18 +64,8 @@ class FetchedChunk:
 
 async def plan_of_chain(index: IndexClient, chain: Chain) -> list[PlannedChunk]:
     """The longest prefix of a chain that the cluster holds."""
-    limit = (await index.get_info()).max_match_chunks
     planned: list[PlannedChunk] = []
-    for first in range(0, len(chain.hashes), limit):
-        part = chain.hashes[first : first + limit]
-        answer = await index.match(
-            ChainQuery(
-                keyspace=chain.opened.keyspace,
-                chunk_hashes=b"".join(part),
-                first_chunk_index=first,
-                group_head_hash=chain.hashes[group_head_index(first)],
-            )
-        )
+    async for _, answer in matches(index, chain):
         for run in answer.runs:
             sources = tuple(
                 (answer.nodes[location.node_id], location.shards)
@@ -86,8 +76,6 @@ async def plan_of_chain(index: IndexClient, chain: Chain) -> list[PlannedChunk]:
                 at = len(planned)
                 parent = chain.hashes[at - 1] if at else ROOT_HASH
                 planned.append(PlannedChunk.of(chain.hashes[at], parent, sources, chain.opened.grid))
-        if answer.matched_chunks < len(part):
-            break
     return planned
 
 

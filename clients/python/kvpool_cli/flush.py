@@ -7,14 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.client.pagestore_control import FlushOutcome, PageStoreControl
-from kvpool.core.errors import KvPoolError
+from kvpool_cli.answers import exit_code, nodes_document, nodes_table
 from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
 from kvpool_cli.options import OneKeyspace, duration_option
-from kvpool_cli.output import print_json, show, table
+from kvpool_cli.output import print_json, show
 from kvpool_cli.targets import (
     Target,
-    describe,
     find_target,
     find_tls,
     on_every_pagestore,
@@ -47,25 +46,16 @@ def flush(
         return await control.flush(keyspace_id, timeout_s=timeout)
 
     answers = run(on_every_pagestore(find_target(common), keyspace, flush_one, node))
-    nodes = [describe(each, answer) | _counts(answer) for each, answer in answers]
     if common.json:
-        print_json({"version": 1, "nodes": nodes})
+        none = FlushOutcome(page_count=0, failed_count=0)
+        print_json({"version": 1, "nodes": nodes_document(answers, _counts, none)})
     else:
-        rows = [
-            [
-                each["node_id"][:8],
-                each["host_id"],
-                *(["-", "-"] if each["error"] else [each["pages"], each["failed_pages"]]),
-            ]
-            for each in nodes
-        ]
-        with_errors = [[*row, each["error"]] for row, each in zip(rows, nodes, strict=True)]
-        show(table(["pagestore", "host", "pages", "failed", "error"], with_errors, right=[2, 3]))
-    return EXIT_FAILED if any(each["error"] or each["failed_pages"] for each in nodes) else EXIT_OK
+        show(nodes_table(answers, ["pages", "failed"], lambda done: [done.page_count, done.failed_count]))
+    failed = any(isinstance(answer, FlushOutcome) and answer.failed_count for _, answer in answers)
+    return EXIT_FAILED if failed else exit_code(answers)
 
 
-def _counts(answer: FlushOutcome | KvPoolError) -> dict[str, Any]:
-    done = answer if isinstance(answer, FlushOutcome) else FlushOutcome(page_count=0, failed_count=0)
+def _counts(done: FlushOutcome) -> dict[str, Any]:
     return {"pages": done.page_count, "failed_pages": done.failed_count}
 
 

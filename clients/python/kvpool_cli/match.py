@@ -8,17 +8,16 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from kvpool.client.index import IndexClient, OpenedKeyspace
-from kvpool.core.chunks import chunk_hashes, group_head_index
-from kvpool.core.cluster import ChainQuery, Location, MatchRun, NodeInfo
+from kvpool.core.cluster import Location, MatchRun, NodeInfo
 from kvpool.core.coverage import Coverage
 from kvpool.core.outcome import Tier
+from kvpool_cli.chains import matches, possibly_empty_chain_of
 from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK
 from kvpool_cli.options import Keyspace
 from kvpool_cli.output import print_json, show, stack, table
 from kvpool_cli.prompts import TokenSource
-from kvpool_cli.targets import Target, find_target, keyspace_of_name, open_index, run
+from kvpool_cli.targets import Target, find_target, open_index, run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,40 +64,20 @@ def match(common: Common, prompt: TokenSource, keyspace: Keyspace = "") -> int:
 async def look_up(target: Target, keyspace_name: str, tokens: Sequence[int]) -> Found:
     """Match the tokens' chunks. Raises CommandFailed for a keyspace that there is not."""
     async with open_index(target) as index:
-        named = await keyspace_of_name(index, keyspace_name)
-        opened = await index.open_keyspace(named.name, named.spec)
-        hashes = chunk_hashes(opened.hash_key, tokens, named.spec.chunk_tokens)
-        limit = (await index.get_info()).max_match_chunks
-        runs = await _match_all(index, opened, hashes, limit)
+        chain = await possibly_empty_chain_of(index, keyspace_name, tokens)
+        whole = Coverage.of(chain.opened.grid, 0)
+        runs: list[FoundRun] = []
+        async for at, answer in matches(index, chain):
+            for found in answer.runs:
+                runs.append(_run(at, found, answer.nodes, whole))
+                at += found.chunk_count
     return Found(
-        keyspace=named.name,
+        keyspace=chain.named.name,
         token_count=len(tokens),
-        chunk_tokens=named.spec.chunk_tokens,
-        chunk_count=len(hashes),
+        chunk_tokens=chain.named.spec.chunk_tokens,
+        chunk_count=len(chain.hashes),
         runs=tuple(runs),
     )
-
-
-async def _match_all(index: IndexClient, opened: OpenedKeyspace, hashes: Sequence[bytes], limit: int) -> list[FoundRun]:
-    """One match after another where a chain is longer than one may ask for."""
-    runs: list[FoundRun] = []
-    for first in range(0, len(hashes), limit):
-        part = hashes[first : first + limit]
-        answer = await index.match_stream.match(
-            ChainQuery(
-                keyspace=opened.keyspace,
-                chunk_hashes=b"".join(part),
-                first_chunk_index=first,
-                group_head_hash=hashes[group_head_index(first)],
-            )
-        )
-        at = first
-        for found in answer.runs:
-            runs.append(_run(at, found, answer.nodes, Coverage.of(opened.grid, 0)))
-            at += found.chunk_count
-        if answer.matched_chunks < len(part):
-            break
-    return runs
 
 
 def _run(first_chunk: int, found: MatchRun, nodes: dict[bytes, NodeInfo], whole: Coverage) -> FoundRun:

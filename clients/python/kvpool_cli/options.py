@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvpool_cli.common import COMMON_OPTIONS, Common, common_of, sign
+from kvpool.core.byte_sizes import size_from_text
+from kvpool_cli.common import COMMON_OPTIONS, Common, common_of, own_parameters, shared_parameters, sign
 from kvpool_cli.prompts import TokenSource
-from kvpool_cli.quantities import duration_from_text, size_from_text
+from kvpool_cli.quantities import duration_from_text
 
 _PROMPT = "Prompt"
 
@@ -79,21 +79,10 @@ def command(function: Callable[..., int]) -> Callable[..., int]:
     """What typer calls for `function`: a parameter of type Common or TokenSource stands for several options."""
     hints = get_type_hints(function, include_extras=True)
     shared: dict[str, Any] = {}
-    parameters = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if hints[name] is Common:
-            shared |= COMMON_OPTIONS
-        elif hints[name] is TokenSource:
-            shared |= _TOKENS
-        else:
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(parameter.replace(annotation=hints[name], kind=kind))
-    parameters += [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=False if name == "json" else None
-        )
-        for name, hint in shared.items()
-    ]
+    for hint in hints.values():
+        shared |= COMMON_OPTIONS if hint is Common else _TOKENS if hint is TokenSource else {}
+    own = [name for name, hint in hints.items() if hint not in (Common, TokenSource)]
+    parameters = own_parameters(function, hints, own) + shared_parameters(shared)
 
     def call(ctx: typer.Context, **values: Any) -> int:
         of_common = {name: values.pop(name) for name in COMMON_OPTIONS if name in shared}

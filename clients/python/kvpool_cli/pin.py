@@ -14,14 +14,15 @@ from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import LiveNode
 from kvpool.core.errors import KvPoolError
 from kvpool.core.retention import PINNED_FOREVER_US
+from kvpool_cli.answers import nodes_document, nodes_table
 from kvpool_cli.chains import Chain, chain_of
 from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
 from kvpool_cli.options import Keyspace, duration_option
-from kvpool_cli.output import print_json, show, stack, table
+from kvpool_cli.output import print_json, show, stack
 from kvpool_cli.pin_list import wall_time
 from kvpool_cli.prompts import TokenSource
-from kvpool_cli.targets import Target, find_target, live_pagestores, on_pagestores, open_index, run, said
+from kvpool_cli.targets import Target, find_target, live_pagestores, on_pagestores, open_index, run
 
 CALL_TIMEOUT_S = 30.0
 _DEFAULT_S = 86_400.0
@@ -100,28 +101,12 @@ def to_document(pinned: Pinned) -> dict[str, Any]:
         "keyspace": pinned.chain.named.name,
         "chunks": len(pinned.chain.hashes),
         "pinned_until_us": pinned.until_us,
-        "nodes": [
-            {
-                "node_id": node.info.node_id.hex(),
-                "host_id": node.info.host_id,
-                "pages": answer if isinstance(answer, int) else 0,
-                "error": said(answer) if isinstance(answer, KvPoolError) else "",
-            }
-            for node, answer in pinned.answers
-        ],
+        "nodes": nodes_document(pinned.answers, lambda pages: {"pages": pages}, 0),
     }
 
 
 def render(pinned: Pinned) -> RenderableType:
     """A table for people."""
-    rows = [
-        [
-            node.info.node_id.hex()[:8],
-            node.info.host_id,
-            *(["-", said(answer)] if isinstance(answer, KvPoolError) else [answer, ""]),
-        ]
-        for node, answer in pinned.answers
-    ]
     what = f"{len(pinned.chain.hashes)} chunks of keyspace {pinned.chain.named.name}"
     if not pinned.page_count:
         lacking = "see the errors" if pinned.failed else "let an engine store them first"
@@ -132,4 +117,4 @@ def render(pinned: Pinned) -> RenderableType:
         head = f"{what} are pinned until `kvpool cache unpin`"
     else:
         head = f"{what} are pinned until {wall_time(pinned.until_us)}"
-    return stack(head, "", table(["pagestore", "host", "pages", "error"], rows, right=[2]))
+    return stack(head, "", nodes_table(pinned.answers, ["pages"], lambda pages: [pages]))

@@ -14,11 +14,11 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import KeyspacePolicy, StagingMode, WritePolicy, option_name, option_of
 from kvpool.core.retention import Retention
 from kvpool_cli.common import Common
-from kvpool_cli.errors import EXIT_OK, CommandFailed, UsageFailed
+from kvpool_cli.errors import EXIT_OK, UsageFailed
 from kvpool_cli.options import OneKeyspace, size_option
 from kvpool_cli.output import print_json, show, table
 from kvpool_cli.quantities import duration_from_text, size
-from kvpool_cli.targets import Target, find_target, open_index, run
+from kvpool_cli.targets import find_target, keyspace_of_name, keyspaces_of_name, open_index, run
 
 OptionT = TypeVar("OptionT", WritePolicy, StagingMode)
 
@@ -87,7 +87,7 @@ def set_policy(
 
     async def apply() -> NamedKeyspace:
         async with open_index(target) as index:
-            (found,) = await _named(target, keyspace)
+            found = await keyspace_of_name(index, keyspace)
             before = found.policy.policy if found.policy is not None and not reset else KeyspacePolicy()
             return replace(found, policy=await index.set_keyspace_policy(found.name, change.applied(before)))
 
@@ -96,7 +96,13 @@ def set_policy(
 
 def show_policies(common: Common, keyspace: OneKeyspace = "") -> int:
     """Show the policies of all keyspaces, or of one."""
-    return _print(common, run(_named(find_target(common), keyspace)))
+    target = find_target(common)
+
+    async def found() -> list[NamedKeyspace]:
+        async with open_index(target) as index:
+            return await keyspaces_of_name(index, keyspace)
+
+    return _print(common, run(found()))
 
 
 def _print(common: Common, named: list[NamedKeyspace]) -> int:
@@ -180,17 +186,6 @@ def _retention(retention: Retention) -> str:
     parts = [f"{retention.ttl_ms} ms"] if retention.ttl_ms else []
     parts += [f"priority {retention.priority}"] if retention.priority else []
     return ", ".join(parts) or "-"
-
-
-async def _named(target: Target, name: str) -> list[NamedKeyspace]:
-    """All keyspaces, or the one of that name. Raises CommandFailed if there is none."""
-    async with open_index(target) as index:
-        keyspaces = await index.list_keyspaces()
-    found = [one for one in keyspaces if not name or one.name == name]
-    if name and not found:
-        names = ", ".join(one.name for one in keyspaces) or "none yet"
-        raise CommandFailed(f"there is no keyspace {name!r}; known: {names}")
-    return found
 
 
 def _option_of(kind: type[OptionT], text: str | OptionT) -> OptionT:

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from kvpool.core.chunks import chunk_hashes
 from kvpool.core.cluster import ChainQuery, RouteAnswer
+from kvpool_cli.chains import possibly_empty_chain_of
 from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK
 from kvpool_cli.options import Keyspace
 from kvpool_cli.output import print_json, show, stack, table
 from kvpool_cli.prompts import TokenSource
-from kvpool_cli.targets import Target, find_target, keyspace_of_name, open_index, run
+from kvpool_cli.targets import Target, find_target, open_index, run
 
 
 def route(
@@ -36,11 +36,9 @@ def route(
 async def look_up(target: Target, keyspace_name: str, tokens: list[int], *, with_unmatched: bool) -> RouteAnswer:
     """Ask for a route, by as much of the tokens as one question may name. Raises CommandFailed for no such keyspace."""
     async with open_index(target) as index:
-        named = await keyspace_of_name(index, keyspace_name)
-        opened = await index.open_keyspace(named.name, named.spec)
+        chain = await possibly_empty_chain_of(index, keyspace_name, tokens)
         limit = (await index.get_info()).max_match_chunks
-        hashes = chunk_hashes(opened.hash_key, tokens, named.spec.chunk_tokens)[:limit]
-        query = ChainQuery(keyspace=opened.keyspace, chunk_hashes=b"".join(hashes))
+        query = ChainQuery(keyspace=chain.opened.keyspace, chunk_hashes=b"".join(chain.hashes[:limit]))
         return await index.route(query, with_unmatched=with_unmatched)
 
 

@@ -176,12 +176,23 @@ async def on_pagestores(
 
 async def keyspace_of_name(index: IndexClient, name: str) -> NamedKeyspace:
     """The keyspace of that name; an empty name means the only one. Raises CommandFailed naming those there are."""
-    keyspaces = await index.list_keyspaces()
-    found = [keyspace for keyspace in keyspaces if not name or keyspace.name == name]
+    found = await keyspaces_of_name(index, name)
     if len(found) == 1:
         return found[0]
-    names = ", ".join(keyspace.name for keyspace in keyspaces) or "none yet"
-    raise CommandFailed(f"{f'there is no keyspace {name!r}' if name else 'name a keyspace'}; known: {names}")
+    raise CommandFailed(f"name a keyspace; known: {_names(found)}")
+
+
+async def keyspaces_of_name(index: IndexClient, name: str) -> list[NamedKeyspace]:
+    """The keyspace of that name, or all for an empty name. Raises CommandFailed if there is none of that name."""
+    keyspaces = await index.list_keyspaces()
+    found = [keyspace for keyspace in keyspaces if not name or keyspace.name == name]
+    if name and not found:
+        raise CommandFailed(f"there is no keyspace {name!r}; known: {_names(keyspaces)}")
+    return found
+
+
+def _names(keyspaces: Sequence[NamedKeyspace]) -> str:
+    return ", ".join(keyspace.name for keyspace in keyspaces) or "none yet"
 
 
 def run(work: Coroutine[Any, Any, ResultT]) -> ResultT:

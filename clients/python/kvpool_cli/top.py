@@ -23,7 +23,7 @@ from kvpool_cli import top_screen
 from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, CommandFailed, UsageFailed
 from kvpool_cli.options import duration_option
-from kvpool_cli.output import line, print_json, show, stack
+from kvpool_cli.output import print_json, show
 from kvpool_cli.targets import Target, find_target, on_pagestores, open_index, run
 from kvpool_cli.top_metrics import fetch_all
 from kvpool_cli.top_render import SORTS, render
@@ -61,8 +61,7 @@ def top(
             print_json(to_document(seen))
         else:
             columns = shutil.get_terminal_size((100, 24)).columns
-            lines = render(seen, columns=columns, lines=len(seen.hosts) + 60, sort=sort)
-            show(stack(*(line(each.text.rstrip(), each.style) for each in lines)))
+            show(render(seen, columns=columns, lines=len(seen.hosts) + 60, sort=sort))
         return EXIT_OK
     if not sys.stdout.isatty() or not sys.stdin.isatty():
         raise UsageFailed("this is not a terminal; give --once, or --once --json")

@@ -11,12 +11,12 @@ import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
-from rich.text import Text
 
 from kvpool_cli.errors import CommandFailed
-from kvpool_cli.top_render import BAD, SORTS, Line, render
+from kvpool_cli.output import line
+from kvpool_cli.top_render import BAD, SORTS, render
 from kvpool_cli.top_view import View
 
 _KEY_WAIT_S = 0.1
@@ -88,21 +88,20 @@ class _Screen:
             return False
         return True
 
-    def _drawn(self) -> Text:
+    def _drawn(self) -> Group:
         columns, lines = self._console.size
-        drawn: list[Line] = []
-        if self._view is not None:
-            drawn = render(
-                self._view,
-                columns=columns,
-                lines=lines - bool(self._problem),
-                sort=self._sort,
-                first_host=self._first_host,
-                clock=time.strftime("%H:%M:%S"),
-            )
-        if self._problem:
-            drawn.append(Line.cut(self._problem, columns, BAD))
-        return Text("\n", no_wrap=True, overflow="crop").join(Text(each.text, each.style) for each in drawn[:lines])
+        problem = [line(self._problem, BAD)] if self._problem else []
+        if self._view is None:
+            return Group(*problem)
+        drawn = render(
+            self._view,
+            columns=columns,
+            lines=lines - len(problem),
+            sort=self._sort,
+            first_host=self._first_host,
+            clock=time.strftime("%H:%M:%S"),
+        )
+        return Group(drawn, *problem)
 
 
 def _read_key() -> str:

@@ -18,7 +18,7 @@ wait_for() { # PID
     while wait "$1"; code=$?; kill -0 "$1" 2> /dev/null; do :; done
     wait "$1" 2> /dev/null
     last=$?
-    ((last == 127)) || code=$last # it ended between the two; 127: told already
+    ((last == 127)) || code=$last # it ended between the two; 127: reported already
     return "$code"
 }
 

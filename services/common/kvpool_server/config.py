@@ -13,7 +13,6 @@ can read a command line), are never shown in --help, and `describe` masks them. 
 import argparse
 import dataclasses
 import math
-import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -23,10 +22,9 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
+from kvpool.core.byte_sizes import exact_size_text, size_from_text
 from kvpool.core.errors import StartupFailed
 
-_BYTE_UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_BYTE_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 _PLAIN_TYPES: Final = (str, int, float, bool, Path)
@@ -93,23 +91,11 @@ def parse_value(kind: ValueType, text: str) -> object:
     return Path(text) if kind.base is Path else text
 
 
-def show_bytes(size_bytes: int) -> str:
-    """A size in the largest unit that shows it exactly, e.g. 68719476736 as 64GiB."""
-    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes and size_bytes % factor == 0:
-            return f"{size_bytes // factor}{unit}"
-    return str(size_bytes)
-
-
 def _parse_bytes(text: str) -> int:
-    match = _BYTE_SIZE.fullmatch(text)
-    factor = _BYTE_UNITS.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        raise BadValue("a size in bytes such as 4096, 512MiB or 1.5GiB")
-    size_bytes = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
-    if size_bytes != int(size_bytes):
-        raise BadValue("a whole number of bytes")
-    return int(size_bytes)
+    try:
+        return size_from_text(text)
+    except ValueError:
+        raise BadValue("a whole number of bytes such as 4096, or 512MiB, 1.5Gi, 2GB") from None
 
 
 def _parse_enum(kind: type[Enum], text: str) -> Enum:
@@ -319,7 +305,7 @@ def _show(option: _Option, value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(_mask_url(str(item)) for item in value)
     if option.type.is_byte_size and isinstance(value, int):
-        return show_bytes(value)
+        return exact_size_text(value)
     return _mask_url(str(value))
 
 

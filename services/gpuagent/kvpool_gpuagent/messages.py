@@ -6,16 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvpool.core.chunks import ChunkRange
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.ipc import EngineEvent, IpcEvent
 from kvpool.core.retention import NO_RETENTION
-from kvpool.core.spans import ChunkRange
 from kvpool.v1 import common_pb2, gpuagent_pb2
-from kvpool.wire.convert import HASH_BYTES, check_count, hashes_from_bytes, item_error_to_proto
-from kvpool.wire.convert_engine import layout_from_proto
-from kvpool.wire.convert_ipc import engine_event_from_proto, ipc_event_from_proto, ipc_memory_from_proto
+from kvpool.wire.convert import HASH_BYTES, check_count, hashes_from_bytes, item_error_to_proto, retention_from_proto
+from kvpool.wire.convert_engine import (
+    engine_event_from_proto,
+    ipc_event_from_proto,
+    ipc_memory_from_proto,
+    layout_from_proto,
+)
 from kvpool.wire.convert_keyspace import spec_from_proto
-from kvpool.wire.convert_policy import retention_from_proto
 from kvpool.wire.versions import check_peer_version
 from kvpool_gpuagent.core.requests import BlockIds, LoadOutcome, StoreOutcome
 from kvpool_gpuagent.core.sources import LoadSource

@@ -10,8 +10,7 @@ from typing import Any
 from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, NotServed, Stopped, TenantDenied
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool.wire.convert import check_id
-from kvpool.wire.convert_engine import layout_to_proto
-from kvpool.wire.convert_ipc import engine_event_from_proto, ipc_memory_to_proto
+from kvpool.wire.convert_engine import engine_event_from_proto, ipc_memory_to_proto, layout_to_proto
 from kvpool_gpuagent.core.pulls import SourceName, TokenPull, WantedPull
 from kvpool_gpuagent.core.sources import LoadSource
 from kvpool_gpuagent.engine.agent import GpuAgentEngine

@@ -24,7 +24,7 @@ from kvpool.core.tracing import (
 )
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import hashes_from_bytes, item_error_to_proto
-from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
+from kvpool.wire.convert_engine import engine_event_from_proto, engine_event_to_proto
 from kvpool.wire.versions import own_version_to_proto, versions_from_proto
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.engine.agent import GpuAgentEngine, Registration

@@ -18,6 +18,7 @@ from kvpool.v1 import index_pb2_grpc as pb_grpc
 from kvpool.wire import (
     convert,
     convert_cluster,
+    convert_grid,
     convert_index_info,
     convert_keyspace,
     convert_policy,
@@ -58,7 +59,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         return pb.OpenKeyspaceResponse(
             keyspace_id=opened.keyspace.keyspace_id,
             hash_key=opened.hash_key,
-            grid=convert_keyspace.grid_to_proto(opened.keyspace.grid),
+            grid=convert_grid.grid_to_proto(opened.keyspace.grid),
             created=opened.created,
             version=versions.own_version_to_proto(),
         )

@@ -23,8 +23,9 @@ from kvpool.core.addresses import peer_host
 from kvpool.core.errors import InvalidRequest, KvPoolError, Overloaded, ServiceUnavailable
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
-from kvpool.wire.convert import convert_items, item_error_to_proto, page_key_from_proto, page_metadata_to_proto
+from kvpool.wire.convert import convert_items, item_error_to_proto
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
+from kvpool.wire.convert_pages import page_key_from_proto, page_metadata_to_proto
 from kvpool.wire.frames import (
     DEFAULT_FRAME_BYTES,
     MAX_FRAME_BYTES,

@@ -17,7 +17,8 @@ from kvpool.core.errors import InvalidRequest, KvPoolError, PageCorrupt
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
-from kvpool.wire.convert import item_error_to_proto, page_key_from_proto, page_metadata_from_proto
+from kvpool.wire.convert import item_error_to_proto
+from kvpool.wire.convert_pages import page_key_from_proto, page_metadata_from_proto
 from kvpool.wire.frames import BulkFrame
 from kvpool_pagestore.ports_bulk import BulkSession, WriteGrant
 

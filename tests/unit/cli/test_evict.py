@@ -2,7 +2,7 @@
 
 from kvpool.client.pagestore_control import EvictOutcome, EvictPreview
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
-from kvpool.core.errors import NotServed, ServiceUnavailable
+from kvpool.core.errors import ServiceUnavailable
 from kvpool_cli.evict import preview_document, render_preview
 from kvpool_cli.output import as_text
 
@@ -33,9 +33,3 @@ def test_the_document_cannot_be_taken_for_that_of_an_eviction() -> None:
     assert (first["would_evict_chunks"], first["would_evict_pages"], first["error"]) == (4, 8, "")
     assert (first["would_free_staging_bytes"], first["would_free_disk_bytes"]) == (3 << 20, 8 << 20)
     assert second["would_evict_pages"] == 0 and "gone" in second["error"]
-
-
-def test_a_pagestore_that_knows_no_dry_run_is_named_as_old() -> None:
-    answers = [(node(1), NotServed("Method not found!"))]
-    assert "earlier release" in as_text(render_preview(answers))
-    assert "earlier release" in preview_document(answers)["nodes"][0]["error"]

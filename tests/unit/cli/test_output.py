@@ -14,7 +14,7 @@ from kvpool_cli import output
 from kvpool_cli.errors import EXIT_USAGE, NotConfirmed
 from kvpool_cli.main import run_command as main
 from kvpool_cli.output import as_text, confirm, fail, stack, table
-from kvpool_cli.quantities import duration_from_text, size, size_from_text
+from kvpool_cli.quantities import duration_from_text, size
 
 
 def test_a_table_has_a_line_for_each_row() -> None:
@@ -40,27 +40,10 @@ def test_sizes_are_shown_in_their_largest_unit(size_bytes: int, text: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
-        *(("12345", 12345), ("64MiB", 64 << 20), ("1.5GiB", 3 << 29), ("2TiB", 2 << 40), ("10Gi", 10 << 30)),
-        *(("512Ki", 1 << 19), ("10GB", 10**10), ("1G", 10**9), ("5 kB", 5000), ("7 B", 7)),
-    ],
-)
-def test_sizes_are_read_with_binary_and_decimal_units(text: str, size_bytes: int) -> None:
-    assert size_from_text(text) == size_bytes
-
-
-@pytest.mark.parametrize("text", ["", "1gb", "MiB", "ten", "-1", "-1GiB", "infGiB", "nanTiB", "1e9", "1XiB"])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size; write bytes, or 64MiB"):
-        size_from_text(text)
-
-
-@pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["cache", "pin", "tokens", "--for", "5"], "'5' is not a duration; write 500ms"),
-        (["doctor", "--arena-bytes", "1gb"], "'1gb' is not a size; write bytes"),
+        (["doctor", "--arena-bytes", "1gb"], "'1gb' is not a size; write a whole number"),
     ],
 )
 def test_a_value_that_is_not_understood_is_told_with_what_would_be(

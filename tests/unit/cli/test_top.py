@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
+from rich.segment import Segment
 
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad, PageMetadata
 from kvpool_cli.output import natural
 from kvpool_cli.top_metrics import Samples, samples_from_text
-from kvpool_cli.top_render import BAD, SORTS, ordered, render
+from kvpool_cli.top_render import SORTS, ordered, render
 from kvpool_cli.top_view import ClusterSnapshot, NodeSnapshot, View, view
 
 STORE, AGENT = "kvpool_pagestore_", "kvpool_gpuagent_"
@@ -131,8 +135,8 @@ def test_trouble_is_named() -> None:
     hurt = pagestore(1, faulty=1.0)
     seen = view(snapshot(0.0, hurt), snapshot(1.0, hurt, node(NodeKind.PAGESTORE, 2, {}, draining=True)))
     assert [(row.states, row.healthy) for row in seen.hosts] == [(["DISK OFF"], False), (["draining"], True)]
-    drawn = render(seen, columns=80, lines=24)
-    assert [line.style for line in drawn if "DISK OFF" in line.text] == [BAD]
+    (row,) = (line for line in segments(seen, 80, 24) if "DISK OFF" in "".join(part.text for part in line))
+    assert all(part.style and part.style.reverse for part in row)
 
 
 def test_a_pagestore_that_hangs_is_in_trouble_though_its_lease_lives() -> None:
@@ -150,9 +154,8 @@ def test_names_of_any_script_neither_overflow_nor_shift_columns() -> None:
     hot = (("\u6a21\u578b" * 20, listed(1, 10)),)
     seen = view(snapshot(0.0, *nodes), replace(snapshot(1.0, *nodes, hot=hot), keyspaces={b"k" * 16: "\u6a21" * 30}))
     for columns in (40, 80, 81, 160):
-        drawn = render(seen, columns=columns, lines=40)
-        assert max(cell_len(line.text) for line in drawn) <= columns
-    hosts = [line.text for line in render(seen, columns=160, lines=40) if line.text.endswith("  ok")]
+        assert max(map(cell_len, drawn(seen, columns, 40))) <= columns
+    hosts = [line for line in drawn(seen, 160, 40) if line.endswith("  ok")]
     assert len(hosts) == len(names) and len({cell_len(line) for line in hosts}) == 1
 
 
@@ -172,21 +175,35 @@ def many(count: int) -> View:
     return view(before, snapshot(1.0, *(pagestore(number, acquired=number) for number in range(count)), hot=hot))
 
 
-@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 50), (40, 10), (81, 11), (300, 100), (10, 5), (1, 1)])
+def segments(seen: View, columns: int, lines: int, **options: Any) -> list[list[Segment]]:
+    console = Console(file=io.StringIO(), width=columns, height=lines, force_terminal=True, color_system="standard")
+    return console.render_lines(render(seen, columns=columns, lines=lines, **options), pad=False)
+
+
+def drawn(seen: View, columns: int, lines: int, **options: Any) -> list[str]:
+    return ["".join(part.text for part in line).rstrip() for line in segments(seen, columns, lines, **options)]
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 50), (40, 13), (81, 14), (300, 100)])
 @pytest.mark.parametrize("hosts", [0, 1, 64])
 def test_any_terminal_is_filled_and_never_overflows(columns: int, lines: int, hosts: int) -> None:
     seen = many(hosts)
     for sort in SORTS:
-        drawn = render(seen, columns=columns, lines=lines, sort=sort, clock="12:00:00")
-        assert 0 < len(drawn) <= lines
-        assert all(len(line.text) <= columns for line in drawn)
+        shown = drawn(seen, columns, lines, sort=sort, clock="12:00:00")
+        assert len(shown) == lines if hosts == 64 else 0 < len(shown) <= lines
+        assert all(cell_len(line) <= columns for line in shown)
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(10, 5), (1, 1)])
+def test_a_tiny_terminal_is_no_error(columns: int, lines: int) -> None:
+    assert all(cell_len(line) <= columns for line in drawn(many(3), columns, lines))
 
 
 def test_hosts_scroll_to_the_last() -> None:
     seen = many(64)
-    top = [line.text for line in render(seen, columns=80, lines=24)]
+    top = drawn(seen, 80, 24)
     assert any(text.startswith("host-0 ") for text in top) and any("more hosts" in text for text in top)
-    end = [line.text for line in render(seen, columns=80, lines=24, first_host=1000)]
+    end = drawn(seen, 80, 24, first_host=1000)
     assert any(text.startswith("host-63 ") for text in end)
     assert any(text.startswith("HOT CHAIN") for text in end)
 
@@ -201,4 +218,4 @@ def test_hosts_are_ordered_by_name_or_figure() -> None:
 
 def test_a_store_out_of_reach_is_in_the_first_line() -> None:
     seen = replace(many(1), store_reachable=False)
-    assert "NOT REACHABLE" in render(seen, columns=80, lines=24)[0].text
+    assert "NOT REACHABLE" in drawn(seen, 80, 24)[0]

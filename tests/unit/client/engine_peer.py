@@ -14,8 +14,8 @@ from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.core.grid import ShardGrid
-from kvpool.core.layout_presets import contiguous_layout
 from kvpool.v1 import common_pb2, gpuagent_pb2, gpuagent_pb2_grpc
+from tests.fixtures.layout_presets import contiguous_layout
 from tests.unit.client.servers import SPEC, Script, Streams, serve, test_config
 
 HASH_KEY = b"h" * 32

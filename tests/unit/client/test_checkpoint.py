@@ -20,6 +20,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "hidden_size": 64,
     "torch_dtype": "bfloat16",
+    "rope_theta": 10000.0,
 }
 
 
@@ -85,3 +86,31 @@ def test_the_model_of_a_checkpoint(tmp_path: Path) -> None:
     assert model.spec.dtype is Dtype.BF16 and model.spec.salt == b""
     with pytest.raises(InvalidRequest, match=r"config\.json"):
         checkpoint_model(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_scaling": {"type": "linear", "factor": 2.0}}])
+def test_a_base_of_rotary_embeddings_that_is_not_named_is_not_guessed(tmp_path: Path, rope: dict[str, Any]) -> None:
+    place = write(tmp_path, bytes(100), rope_theta=None, **rope)
+    with pytest.raises(InvalidRequest, match=r"names no rope_theta.*tiny"):
+        checkpoint_model(place)
+    named = [checkpoint_model(place, rope={"rope_theta": theta, **rope}).spec for theta in (1e4, 5e5)]
+    assert named[0] != named[1]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+    ],
+)
+def test_a_named_base_is_taken_in_any_spelling(tmp_path: Path, rope: dict[str, Any]) -> None:
+    place = write(tmp_path, bytes(100), **rope)
+    assert checkpoint_model(place).spec == checkpoint_model(place, rope={"rope_theta": 5e5}).spec
+
+
+def test_where_layers_of_one_kind_have_no_named_base_it_is_not_guessed(tmp_path: Path) -> None:
+    kinds = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(InvalidRequest, match="names no rope_theta"):
+        checkpoint_model(write(tmp_path, bytes(100), rope_theta=None, rope_parameters=kinds))

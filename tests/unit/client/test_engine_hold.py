@@ -8,8 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvpool.client.engine_hold import GpuMemoryHold
-from kvpool.client.peer_process import PeerProcess
+from kvpool.client.engine_hold import GpuMemoryHold, PeerProcess
 from kvpool.core.ipc import HOLD_ENDED
 from kvpool.testing import eventually
 from tests.fixtures.patience import PATIENCE_S

@@ -12,6 +12,7 @@ from kvpool.client.engine_items import EngineSource, TierTokens
 from kvpool.client.engine_registration import GpuRegion
 from kvpool.client.engine_requests import LoadRequest, StoreRequest
 from kvpool.client.gpuagent import EngineSession
+from kvpool.core.chunks import ChunkRange
 from kvpool.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -21,7 +22,6 @@ from kvpool.core.errors import (
     StoreUnavailable,
 )
 from kvpool.core.ipc import HOLD_ENDED, IpcMemory
-from kvpool.core.spans import ChunkRange
 from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import item_error_to_proto

@@ -10,8 +10,8 @@ import pytest
 from kvpool.client.engine_registration import GpuRegion
 from kvpool.client.gpu import GpuEvents, export_tensors
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest
-from kvpool.core.layout_presets import sglang_layout, vllm_nhd_layout
 from kvpool.cuda.driver import CudaError, Driver
+from tests.fixtures.layout_presets import sglang_layout, vllm_nhd_layout
 from tests.unit.client.servers import SPEC
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"

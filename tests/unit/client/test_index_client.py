@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.channel import Endpoints
 from kvpool.client.config import ClientConfig
+from kvpool.client.endpoints import Endpoints, call_with_retry
 from kvpool.client.index import IndexClient
-from kvpool.client.retry import Backoff, call_with_retry
+from kvpool.client.retry import Backoff
 from kvpool.core.cluster import (
     ChainQuery,
     IndexEvent,
@@ -33,7 +33,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.grid import ShardGrid
 from kvpool.v1 import index_pb2, index_pb2_grpc
-from kvpool.wire.convert_keyspace import grid_to_proto
+from kvpool.wire.convert_grid import grid_to_proto
 from kvpool.wire.convert_watch import index_event_to_proto
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.servers import SPEC, refuse, serve, test_config

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.client.engine_items import TierTokens
+from kvpool.client.engine_items import RequestStats, TierTokens
 from kvpool.client.hashing import Prompt
 from kvpool.client.pool import AsyncPool
-from kvpool.client.request_stats import RequestStats
 from kvpool.core.chunks import ROOT_HASH, chunk_hashes
 from kvpool.core.errors import (
     DeadlineExceeded,

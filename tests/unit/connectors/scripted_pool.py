@@ -1,26 +1,58 @@
 """A pool in this process that does what a test tells it, over the blocks of any engine that registers a buffer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from kvpool.client.engine_items import EngineMatchRun, EngineSource, LoadResult, StoreResult, TierTokens
+from kvpool.client.engine_items import (
+    EngineMatchRun,
+    EngineSource,
+    LoadResult,
+    MatchResult,
+    StoreResult,
+    TierTokens,
+)
+from kvpool.client.hashing import Prompt
 from kvpool.client.sync import Handle
-from kvpool.connectors.prefix_pool import ChunkSpan
 from kvpool.core.errors import KvPoolError
 
+ResultT = TypeVar("ResultT")
 HASH_KEY = b"hash key of the scripted pool..."
 
 
-class ScriptedLoad(Handle[LoadResult]):
-    """A load that has ended when it begins."""
+@dataclass(frozen=True)
+class Span:
+    """Chunks of one request: hashes up to the last of them, and the blocks of those that are asked for."""
 
-    def __init__(self, outcome: LoadResult | KvPoolError, layers_in: int) -> None:
-        self.outcome, self.layers_in = outcome, layers_in
+    chain: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, prompt: Prompt, block_table: Sequence[int], first_chunk: int, end_chunk: int) -> "Span":
+        return cls(prompt.hashes[:end_chunk], tuple(block_table[first_chunk:end_chunk]))
+
+    @property
+    def first_index(self) -> int:
+        return len(self.chain) - len(self.blocks)
+
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        return self.chain[self.first_index :]
+
+
+class ScriptedHandle(Handle[ResultT]):
+    """A load or store that has ended when it begins."""
+
+    done = True
+    released = True
+
+    def __init__(self, outcome: ResultT | KvPoolError, layers_in: int = 0, *, released: bool = True) -> None:
+        self.outcome, self.layers_in, self.released = outcome, layers_in, released
 
     def wait_layers(self, layers: int, timeout_s: float | None = None) -> bool:
         return layers <= self.layers_in
 
-    def result(self, timeout_s: float | None = None) -> LoadResult:
+    def result(self, timeout_s: float | None = None) -> ResultT:
         if isinstance(self.outcome, KvPoolError):
             raise self.outcome
         return self.outcome
@@ -50,41 +82,46 @@ class ScriptedPool:
     estimated_load_ms: float = 0.0
     load_duration_s: float = 0.001
     hold: bool = False
-    held: list[Callable[[], None]] = field(default_factory=list)
+    held: list[ScriptedHandle[Any]] = field(default_factory=list)
     matches: list[tuple[int, int]] = field(default_factory=list)  # (chain length, held chunks)
-    loads: list[ChunkSpan] = field(default_factory=list)
+    loads: list[Span] = field(default_factory=list)
     timeouts_s: list[float] = field(default_factory=list)  # of loads
-    stores: list[ChunkSpan] = field(default_factory=list)
+    stores: list[Span] = field(default_factory=list)
     closed: bool = False
 
     def hash_key(self) -> bytes | None:
         return HASH_KEY if self.reachable else None
 
-    def match(self, chain: Sequence[bytes], held_chunks: int) -> Sequence[EngineMatchRun]:
+    def match(self, prompt: Prompt, *, held_chunks: int = 0) -> MatchResult:
+        chain = prompt.hashes
         self.matches.append((len(chain), held_chunks))
         if self.match_error is not None:
-            raise self.match_error
+            return MatchResult(held_chunks, error=self.match_error)
         count = 0
         for chunk_hash in chain[held_chunks:]:
             if chunk_hash not in self.chunks:
                 break
             count += 1
-        return [EngineMatchRun(count, EngineSource.REMOTE, self.estimated_load_ms)] if count else []
+        runs = (EngineMatchRun(count, EngineSource.REMOTE, self.estimated_load_ms),) if count else ()
+        return MatchResult(held_chunks + count, runs=runs)
 
     def start_load(
         self,
-        span: ChunkSpan,
+        prompt: Prompt,
+        block_table: Sequence[int],
+        *,
+        first_chunk: int,
+        end_chunk: int,
         timeout_s: float,
-        on_released: Callable[[], None],
         compute_us_per_token: float = 0.0,
-    ) -> "ScriptedLoad":
+    ) -> Handle[LoadResult]:
+        span = Span.of(prompt, block_table, first_chunk, end_chunk)
         self.loads.append(span)
         self.timeouts_s.append(timeout_s)
         limit = len(span.blocks) if self.load_limit is None else self.load_limit
         for position, (chunk_hash, block) in enumerate(zip(span.hashes, span.blocks, strict=True)):
             content = self.chunks[chunk_hash] if position < limit else b"\x7f" * self.block_bytes
             self.memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content
-        self._release(on_released)
         loaded = min(limit, len(span.blocks))
         tokens = TierTokens(remote=loaded * self.chunk_tokens)
         complete = loaded == len(span.blocks)
@@ -97,19 +134,21 @@ class ScriptedPool:
             duration_s=self.load_duration_s,
         )
         layers_in = 1_000_000 if complete and self.load_error is None else self.layers_before_failure
-        return ScriptedLoad(self.load_error or outcome, layers_in)
+        return self._handle(ScriptedHandle(self.load_error or outcome, layers_in))
 
-    def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoreResult], None]) -> None:
+    def store(
+        self, prompt: Prompt, block_table: Sequence[int], *, first_chunk: int, end_chunk: int
+    ) -> Handle[StoreResult]:
+        span = Span.of(prompt, block_table, first_chunk, end_chunk)
         self.stores.append(span)
+        failed: dict[int, KvPoolError] = {}
         if self.store_failure:
-            self._release(on_released)
-            error = KvPoolError(self.store_failure)
-            on_done(StoreResult(failed_chunks=dict.fromkeys(range(span.first_index, len(span.chain)), error)))
-            return
-        for chunk_hash, block in zip(span.hashes, span.blocks, strict=True):
-            self.chunks[chunk_hash] = bytes(self.memory[block * self.block_bytes : (block + 1) * self.block_bytes])
-        self._release(on_released)
-        on_done(StoreResult())
+            failed = dict.fromkeys(range(first_chunk, end_chunk), KvPoolError(self.store_failure))
+        else:
+            for chunk_hash, block in zip(span.hashes, span.blocks, strict=True):
+                content = self.memory[block * self.block_bytes : (block + 1) * self.block_bytes]
+                self.chunks[chunk_hash] = bytes(content)
+        return self._handle(ScriptedHandle(StoreResult(failed_chunks=failed)))
 
     def close(self) -> None:
         self.closed = True
@@ -118,10 +157,10 @@ class ScriptedPool:
     def let_go(self) -> None:
         """Release what was held."""
         while self.held:
-            self.held.pop()()
+            self.held.pop().released = True
 
-    def _release(self, release: Callable[[], None]) -> None:
+    def _handle(self, handle: ScriptedHandle[ResultT]) -> ScriptedHandle[ResultT]:
         if self.hold:
-            self.held.append(release)
-        else:
-            release()
+            handle.released = False
+            self.held.append(handle)
+        return handle

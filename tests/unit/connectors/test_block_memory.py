@@ -62,9 +62,9 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 def test_without_a_free_event_the_stream_is_waited_for(stream: Stream) -> None:
     memory = GpuBlockMemory(64, CPU)
     assert list(map(str, memory.regions)) == ["region of 64"]
-    assert memory.record() == EngineEvent(slot=0, generation=1)
+    assert memory.record_event() == EngineEvent(slot=0, generation=1)
     assert stream.synchronized == 0
-    assert memory.record() is None
+    assert memory.record_event() is None
     assert stream.synchronized == 1
 
 
@@ -91,5 +91,5 @@ def test_the_cpu_has_shared_memory_and_nothing_to_come_after() -> None:
     memory = block_memory(4096, CPU)
     assert isinstance(memory, SharedBlockMemory)
     memory.bytes_of()[:2] = b"ab"
-    assert (memory.record(), memory.events, memory.regions[0].size_bytes) == (None, None, 4096)  # type: ignore[func-returns-value]
+    assert (memory.record_event(), memory.events, memory.regions[0].size_bytes) == (None, None, 4096)  # type: ignore[func-returns-value]
     memory.close(untouched=True)

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvpool.client.engine_items import EngineMatchRun, EngineSource, LoadResult, StoreResult
+from kvpool.client.engine_items import EngineMatchRun, EngineSource, LoadResult, MatchResult, StoreResult
+from kvpool.client.hashing import Prompt
+from kvpool.client.sync import Handle
 from kvpool.connectors.prefix_cache import PrefixCache
-from kvpool.connectors.prefix_pool import ChunkSpan
 from kvpool.testing import ManualClock
-from tests.unit.connectors.scripted_pool import HASH_KEY, ScriptedLoad
+from tests.unit.connectors.scripted_pool import HASH_KEY, ScriptedHandle
 
 CHUNK, CHUNK_BYTES = 64, 1 << 16
 Milliseconds = Callable[[int], float]
@@ -24,26 +25,30 @@ class FullPool:
     def hash_key(self) -> bytes | None:
         return HASH_KEY
 
-    def match(self, chain: Sequence[bytes], held_chunks: int) -> Sequence[EngineMatchRun]:
-        count = len(chain) - held_chunks
-        return [EngineMatchRun(count, EngineSource.REMOTE, count * self.ms_per_chunk)]
+    def match(self, prompt: Prompt, *, held_chunks: int = 0) -> MatchResult:
+        count = prompt.chunk_count - held_chunks
+        run = EngineMatchRun(count, EngineSource.REMOTE, count * self.ms_per_chunk)
+        return MatchResult(prompt.chunk_count, runs=(run,))
 
     def start_load(
         self,
-        span: ChunkSpan,
+        prompt: Prompt,
+        block_table: Sequence[int],
+        *,
+        first_chunk: int,
+        end_chunk: int,
         timeout_s: float,
-        on_released: Callable[[], None],
         compute_us_per_token: float = 0.0,
-    ) -> ScriptedLoad:
-        count = len(span.blocks)
+    ) -> Handle[LoadResult]:
+        count = end_chunk - first_chunk
         duration_ms = self.load_ms(count)
         self.ms_per_chunk = duration_ms / count
-        on_released()
-        return ScriptedLoad(LoadResult(loaded_chunks=count, duration_s=duration_ms / 1e3), 1_000)
+        return ScriptedHandle(LoadResult(loaded_chunks=count, duration_s=duration_ms / 1e3), 1_000)
 
-    def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoreResult], None]) -> None:
-        on_released()
-        on_done(StoreResult())
+    def store(
+        self, prompt: Prompt, block_table: Sequence[int], *, first_chunk: int, end_chunk: int
+    ) -> Handle[StoreResult]:
+        return ScriptedHandle(StoreResult())
 
     def close(self) -> None:
         pass

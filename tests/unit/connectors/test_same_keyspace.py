@@ -69,8 +69,8 @@ def by_transformers(directory: Path, *, salt: str = "", **overrides: Any) -> Key
 
 
 def by_api(directory: Path, *, salt: str = "", **overrides: Any) -> KeyspaceSpec:
-    variant = [salt, *([{"overrides": overrides}] if overrides else [])]
-    return kvpool.checkpoint_model(directory, variant=variant).spec
+    variant = [{"overrides": overrides}] if overrides else []
+    return kvpool.checkpoint_model(directory, variant=variant, salt=salt).spec
 
 
 WAYS: list[Callable[..., KeyspaceSpec]] = [by_vllm, by_transformers, by_api]

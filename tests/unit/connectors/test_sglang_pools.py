@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool.connectors.sglang import HiCacheCalls, _page_numbers
-from kvpool.connectors.sglang_pools import Identity, host_pages
+from kvpool.connectors.sglang_pools import Identity, host_pages, page_key_rule
+from kvpool.connectors.sglang_side_pools import ALL_PAGES, TRAILING_PAGES, PoolHits, restorable_prefixes
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
 from tests.fixtures.host_pools import MhaPool, MlaPool, StorageConfig
 
@@ -46,14 +51,59 @@ def test_layers_that_are_split_over_ranks_are_refused() -> None:
         host_pages(pool, StorageConfig(is_mla_model=True), IDENTITY)
 
 
-def test_side_pools_are_refused_by_name_and_settings_of_sglang_itself_are_none_of_ours() -> None:
+def test_side_pools_that_are_not_served_are_refused_by_name_and_settings_of_sglang_itself_are_none_of_ours() -> None:
     settings = {"index_endpoints": ["127.0.0.1:1"], "pagestore": "unix:/nobody", "file_storage_path": "/elsewhere"}
     calls = HiCacheCalls(StorageConfig(extra_config={**settings, "model_revision": "1"}))
     try:
         pool = MhaPool("page_first")
         calls.register_mem_pool_host(pool)
         calls.register_mem_host_pool_v2(pool, "kv")
-        with pytest.raises(GeometryUnsupported, match="side pool mamba"):
-            calls.register_mem_host_pool_v2(MhaPool("page_first"), "mamba")
+        calls.register_mem_host_pool_v2(MhaPool("page_first"), "swa")
+        with pytest.raises(GeometryUnsupported, match="side pool draft is not served"):
+            calls.register_mem_host_pool_v2(MhaPool("page_first"), "draft")
     finally:
         calls.close()
+
+
+POOLS = st.lists(
+    st.builds(
+        PoolHits,
+        st.sampled_from([ALL_PAGES, TRAILING_PAGES]),
+        st.lists(st.booleans(), min_size=12, max_size=12),
+        st.integers(0, 4),
+    ),
+    max_size=3,
+)
+
+
+@given(st.integers(0, 12), POOLS)
+def test_a_prefix_is_restorable_where_every_pool_has_what_it_needs(kv_pages: int, pools: list[PoolHits]) -> None:
+    wanted = []
+    for count in range(1, kv_pages + 1):
+        needed = [
+            range(count) if pool.policy == ALL_PAGES else range(max(0, count - max(1, pool.trailing)), count)
+            for pool in pools
+        ]
+        if all(pool.present[page] for pool, pages in zip(pools, needed, strict=True) for page in pages):
+            wanted.append(count)
+    assert restorable_prefixes(kv_pages, pools) == wanted
+
+
+def old_sglang(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
+    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    utils = sys.modules["sglang.srt.mem_cache.utils"]
+    vars(utils).update(names)
+    vars(sys.modules["sglang.srt.mem_cache"])["utils"] = utils
+    page_key_rule.cache_clear()
+
+
+def test_releases_whose_hashes_leave_the_adapter_out_share_with_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        old_sglang(monkeypatch)
+        old = host_pages(MhaPool("page_first"), StorageConfig(), IDENTITY).space
+        old_sglang(monkeypatch, storage_namespace_seed=object())
+        new = host_pages(MhaPool("page_first"), StorageConfig(), IDENTITY).space
+    finally:
+        page_key_rule.cache_clear()
+    assert old.spec != new.spec

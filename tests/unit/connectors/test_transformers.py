@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.client.request_stats import RequestStats
+from kvpool.client.engine_items import RequestStats
 from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerator
 from kvpool.core.errors import DeadlineExceeded, ServiceUnavailable
 from tests.unit.connectors.scripted_engine import CHUNK, generator_over

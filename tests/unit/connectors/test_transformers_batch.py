@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from kvpool.client.request_stats import RequestStats
+from kvpool.client.engine_items import RequestStats
 from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerator
 from kvpool.connectors.transformers_batch import pads_cleanly
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, ServiceUnavailable

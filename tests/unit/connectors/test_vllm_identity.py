@@ -258,6 +258,11 @@ def test_whatever_changes_the_kv_changes_the_keyspace() -> None:
     assert model_spec(SETTINGS, changed, ROWS) != by_function
 
 
+def test_a_salt_never_equals_what_else_changes_the_kv() -> None:
+    made_up = model_spec(SETTINGS, configured(load_format="dummy"), ROWS)
+    assert model_spec(replace(SETTINGS, salt="made-up weights"), configured(), ROWS) != made_up
+
+
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 

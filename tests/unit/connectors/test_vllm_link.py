@@ -13,7 +13,7 @@ from kvpool.client.engine_registration import EngineRegistration
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.core.errors import GeometryUnsupported, ServiceUnavailable
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
-from kvpool.core.layout_presets import contiguous_layout
+from tests.fixtures.layout_presets import contiguous_layout
 
 SPEC = KeyspaceSpec("m", "r", (KvGroup(1, 1, 16),), Dtype.BF16, chunk_tokens=16)
 NOWHERE = ClientConfig(agent_endpoint="unix:/nonexistent/agent.sock", connect_timeout_s=0.2)

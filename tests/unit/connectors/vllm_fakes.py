@@ -34,6 +34,7 @@ class FakeRequest:
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
     trace_headers: Mapping[str, str] | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -61,6 +61,9 @@ class Base(abc.ABC):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
         return None, None
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        return {"external_unspecified": num_external_tokens} if num_external_tokens else {}
+
     def bind_connector_metadata(self, metadata: Any) -> None:
         self._connector_metadata = metadata
 
@@ -85,6 +88,7 @@ class Request:
         self.request_id = self.num_prompt_tokens = self.num_computed_tokens = self.num_in_flight_tokens = None
         self.num_preemptions = self.cache_salt = self.lora_request = self.mm_features = self.prompt_embeds = None
         self.resumable = self.skip_reading_prefix_cache = self.all_token_ids = self.trace_headers = None
+        self.kv_transfer_params = None
 
     num_tokens = 0
 

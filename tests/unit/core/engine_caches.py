@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.core import layout_presets
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
+from tests.fixtures import layout_presets
 
 Bytes = npt.NDArray[np.uint8]
 Preset = Callable[..., EngineLayout]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.core.addresses import check_address, check_label, check_metrics_url, check_socket_path
+from kvpool.core.addresses import check_address, check_endpoint, check_label, check_metrics_url, check_socket_path
 from kvpool.core.errors import InvalidRequest
 
 
@@ -42,6 +42,17 @@ def test_a_host_and_a_port_is_an_address(text: str) -> None:
 def test_what_would_be_dialled_otherwise_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^endpoint must"):
         check_address(text, "endpoint")
+
+
+@pytest.mark.parametrize("text", ["host:1", "unix:/run/a.sock", "unix-abstract:name"])
+def test_an_operator_may_name_a_socket(text: str) -> None:
+    assert check_endpoint(text, "endpoint") == text
+
+
+@pytest.mark.parametrize("text", ["host", "unix:", "unix-abstract:", "http://host:1", "/run/a.sock", ""])
+def test_another_endpoint_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^endpoint must be host:port .* or unix:/path"):
+        check_endpoint(text, "endpoint")
 
 
 def test_a_metrics_url_leads_to_metrics_and_nowhere_else() -> None:

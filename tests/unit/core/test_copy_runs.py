@@ -11,7 +11,11 @@ from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
-from kvpool.core.layout_presets import (
+from kvpool.core.payload import ShardPayload
+from kvpool.core.plane_table import PlaneTable
+from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
+from kvpool_gpuagent.core.copy_runs import Runs, RunTable
+from tests.fixtures.layout_presets import (
     block_scales_layout,
     contiguous_layout,
     mla_per_layer_layout,
@@ -22,10 +26,6 @@ from kvpool.core.layout_presets import (
     vllm_lbnhc_layout,
     vllm_nhd_layout,
 )
-from kvpool.core.payload import ShardPayload
-from kvpool.core.plane_table import PlaneTable
-from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
-from kvpool_gpuagent.core.copy_runs import Runs, RunTable
 from tests.unit.core.random_layouts import noise_of, random_layouts, small_grids, small_specs
 from tests.unit.core.strategies import head_borders, split_at
 from tests.unit.core.test_plane_table import rank_of

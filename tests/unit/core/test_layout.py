@@ -6,7 +6,7 @@ import pytest
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
-from kvpool.core.layout_presets import (
+from tests.fixtures.layout_presets import (
     contiguous_layout,
     lightllm_layout,
     lightllm_quantized_layout,

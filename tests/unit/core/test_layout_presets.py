@@ -11,15 +11,15 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.layout import EngineLayout, RowPlane
-from kvpool.core.layout_presets import (
+from kvpool.core.plane_table import PlaneTable
+from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
+from tests.fixtures.layout_presets import (
     block_scales_layout,
     inline_scales_layout,
     lightllm_layout,
     lightllm_quantized_layout,
     vllm_bhlnc_layout,
 )
-from kvpool.core.plane_table import PlaneTable
-from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
 from tests.unit.core.engine_caches import MODELS, RowsOf, make_cache
 
 Bytes = npt.NDArray[np.uint8]

@@ -9,10 +9,10 @@ from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout import EngineLayout
-from kvpool.core.layout_presets import contiguous_layout, lightllm_quantized_layout, vllm_nhd_layout
 from kvpool.core.payload import ShardPayload
 from kvpool.core.plane_table import PlaneTable
 from kvpool.core.reference import scatter_payload_reference
+from tests.fixtures.layout_presets import contiguous_layout, lightllm_quantized_layout, vllm_nhd_layout
 from tests.unit.core.random_layouts import noise_of, random_layouts, small_grids, small_specs
 from tests.unit.core.strategies import head_borders, split_at
 

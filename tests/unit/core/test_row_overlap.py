@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.core.row_overlap import RowSet, first_overlap
+from kvpool.core.layout import RowSet, first_overlap
 
 axes = st.lists(st.tuples(st.integers(1, 24), st.integers(2, 4)), max_size=3).map(
     lambda a: tuple(sorted(a, reverse=True))

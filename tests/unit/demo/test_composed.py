@@ -10,7 +10,7 @@ import pytest
 from demo.composed import main
 from demo.report import PhaseResult, TurnResult
 from demo.run import EngineFailed, Engines
-from kvpool.client.request_stats import RequestStats
+from kvpool.client.engine_items import RequestStats
 
 AGENTS = ["--agent", "unix:/a", "--agent", "unix:/b", "--device", "cpu"]
 

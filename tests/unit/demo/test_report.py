@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from demo.report import DemoReport, PhaseResult, TurnResult, phase_from_document, phase_to_document
-from kvpool.client.request_stats import RequestStats
+from kvpool.client.engine_items import RequestStats
 
 COLD = RequestStats(own=10, recomputed=90)
 HIT = RequestStats(own=10, remote=80, recomputed=10)

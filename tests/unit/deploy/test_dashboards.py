@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpool.connectors.vllm.connector_counters import ConnectorCounters
-from tests.unit.deploy.promql import metrics_of
+from tests.unit.deploy.promql import metrics_of, selectors_of
 from tools.dashboards.__main__ import DASHBOARDS, DIRECTORY, texts
 
 PANELS = [
@@ -35,6 +35,24 @@ def test_a_panel_can_be_asked_and_read(panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
         for name in metrics_of(target["expr"]):
             assert name.startswith(("kvpool_", "vllm:", "redis_")) or name == "up", name
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_panel_is_filtered_by_cluster_namespace_and_process(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        for selector in selectors_of(target["expr"]):
+            labels = {matcher.name for matcher in selector.matchers.matchers}
+            missing = {"cluster", "namespace", "instance"} - labels
+            # Redis has an exporter of its own, which is not among the processes to choose from.
+            assert missing == ({"instance"} if str(selector.name).startswith("redis_") else set()), target["expr"]
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
+def test_variables_default_to_all_series_also_those_without_the_label(dashboard: Any) -> None:
+    variables = dashboard.document()["templating"]["list"]
+    assert [one["name"] for one in variables] == ["datasource", "cluster", "namespace", "instance"]
+    for variable in variables[1:]:
+        assert (variable["current"]["value"], variable["allValue"]) == ("$__all", ".*")
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.core import layout_presets
 from kvpool.core.cancel import CancelToken
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.geometry import AttentionKind, KvGroup, OpaqueLayout, PayloadKind
@@ -22,6 +21,7 @@ from kvpool.core.payload import payload_bytes
 from kvpool_gpuagent.adapters.cpu.device import CpuCache, CpuDevice
 from kvpool_gpuagent.core.pages import CopyBatch
 from kvpool_gpuagent.ports import MappedHandle
+from tests.fixtures import layout_presets
 
 Bytes = npt.NDArray[np.uint8]
 LAYERS, HEADS, DIM, CHUNK = 4, 4, 8, 32

@@ -10,21 +10,20 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from kvpool.core.cancel import CancelToken
-from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
+from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH, ChunkRange
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.geometry import KvGroup
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
-from kvpool.core.spans import ChunkRange
 from kvpool_gpuagent.core.requests import ChunkSource, LoadOutcome, Rank, StoreOutcome
 from kvpool_gpuagent.core.sources import CopiedBytes
 from kvpool_gpuagent.engine.loading import LoadRun
 from kvpool_gpuagent.engine.storing import StoreRun
 from kvpool_gpuagent.metrics import AgentMetrics
 from tests.fixtures.agent_fakes import Faults, MemoryCache, MemoryCluster, MemoryPool
+from tests.fixtures.layout_presets import contiguous_layout
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 4, 8),), dtype=Dtype.BF16, chunk_tokens=32)
 GRID = ShardGrid(layers=4, kv_heads=4, layer_groups=2, splits=(2,))

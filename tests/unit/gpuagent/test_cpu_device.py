@@ -10,7 +10,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from kvpool.core import layout_presets
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid
@@ -20,6 +19,7 @@ from kvpool.core.payload import payload_bytes
 from kvpool_gpuagent.adapters.cpu import device as cpu_device
 from kvpool_gpuagent.adapters.cpu.device import CpuDevice
 from kvpool_gpuagent.ports import MappedHandle
+from tests.fixtures import layout_presets
 from tests.unit.gpuagent.cpu_caches import DIM, HEADS, LAYERS, Page, batch_of, make_spec, offer
 
 

@@ -11,17 +11,17 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout import EngineLayout
-from kvpool.core.layout_presets import (
+from kvpool.core.payload import ShardPayload
+from kvpool.core.payload_codec import decode_payload, encode_payload
+from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
+from kvpool_gpuagent.adapters.cpu.rows import ShardRows, plane_runs
+from tests.fixtures.layout_presets import (
     contiguous_layout,
     sglang_layout,
     vllm_blhnc_layout,
     vllm_lbhnc_layout,
     vllm_nhd_layout,
 )
-from kvpool.core.payload import ShardPayload
-from kvpool.core.payload_codec import decode_payload, encode_payload
-from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
-from kvpool_gpuagent.adapters.cpu.rows import ShardRows, plane_runs
 from tests.unit.core.random_layouts import noise_of, random_layouts, small_grids, small_specs
 from tests.unit.core.strategies import head_borders, split_at
 from tests.unit.core.test_plane_table import rank_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.core.cancel import CancelToken
-from kvpool.core.spans import Int64s
+from kvpool.core.chunks import Int64s
 from kvpool.testing import eventually
 from kvpool_gpuagent.adapters.gpu.copy_paths import Issued, QueueStreams
 from kvpool_gpuagent.adapters.gpu.scratch import Scratch

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator, Awaitable
 
 from prometheus_client import CollectorRegistry
 
-from kvpool.core.cluster import IndexEvent, ResyncEvent
-from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET
+from kvpool.core.cluster import ChunkEvent, IndexEvent, ResyncEvent
+from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
@@ -16,6 +16,7 @@ from kvpool_index.metrics import IndexMetrics
 from tests.fixtures.virtual_time import run_virtually
 
 WATCHERS = 20
+SPEC = KeyspaceSpec(model_id="m", model_revision="1", groups=(KvGroup(1, 2, 8),), dtype=Dtype.FP32, chunk_tokens=16)
 
 
 def test_a_gap_of_the_log_reaches_watchers_one_after_the_other() -> None:
@@ -81,3 +82,47 @@ def test_entries_of_the_log_are_bounded_in_chunks_and_bytes() -> None:
         assert all(0 < size <= ENTRY_CHUNKS for size in sizes)
         full = ENTRY_BYTES // (59 + value_bytes)
         assert len(payloads) <= -(-count // min(ENTRY_CHUNKS, full))
+
+
+def test_a_late_event_that_may_be_older_than_a_lost_one_does_not_follow_a_resync() -> None:
+    """Its chunk would look to the receiver, which has forgotten all, as it was before what it lost."""
+
+    async def play() -> list[int | str]:
+        store = MemoryIndexStore(ManualClock())
+        engine = IndexEngine(
+            store=store,
+            config=IndexConfig(watch_buffer_events=2),
+            clock=ManualClock(),
+            metrics=IndexMetrics(CollectorRegistry()),
+            secret_of=lambda tenant: PUBLISHED_TENANT_SECRET,
+            version="test",
+        )
+        await engine.open_keyspace("t", "k", SPEC)
+        keyspace = keyspace_id(encode_keyspace("t", SPEC))
+
+        async def log(*versions: int) -> None:
+            for version in versions:
+                state = ChunkState(
+                    keyspace=keyspace, group_head=b"h" * 16, chunk_hash=b"c" * 16, value=b"", version=version
+                )
+                for payload in pack_entries([state]):
+                    store.events.append_now(0, payload)
+            await asyncio.sleep(1.0)
+
+        watch = engine.watch("t", "", b"")
+        first = asyncio.ensure_future(anext(watch))
+        await asyncio.sleep(1.0)
+        await log(10)
+        seen: list[int | str] = [_shown(await first)]
+        await log(11, 13, 14)  # more than the buffer takes
+        await log(12, 15)
+        seen += [_shown(await anext(watch)) for _ in range(2)]
+        await watch.aclose()
+        await engine.close()
+        return seen
+
+    assert run_virtually(play()) == [10, "resync", 15]
+
+
+def _shown(event: IndexEvent) -> int | str:
+    return event.event.version if isinstance(event.event, ChunkEvent) else "resync"

@@ -49,8 +49,8 @@ def test_a_buffer_that_would_overflow_forgets_and_says_so() -> None:
     assert buffer.take() == (False, [])
     buffer.put([1, 2])
     assert buffer.take() == (False, [1, 2])
-    buffer.put([1, 2, 3])
-    buffer.put([4])
+    assert buffer.put([1, 2, 3]) == ()
+    assert buffer.put([4]) == [1, 2, 3, 4], "what is lost is said"
     assert buffer.has_news and len(buffer) == 0
     buffer.put([5])
     assert buffer.take() == (True, [5])

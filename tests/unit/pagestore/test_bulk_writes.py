@@ -9,7 +9,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError, SessionUnknown
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
-from kvpool.wire.convert import page_metadata_to_proto
+from kvpool.wire.convert_pages import page_metadata_to_proto
 from kvpool.wire.frames import BulkFrame
 from kvpool_pagestore.bulk_writes import write_pages
 from kvpool_pagestore.ports_bulk import WriteGrant

@@ -15,10 +15,18 @@ from kvpool.core.errors import ERRORS_BY_REASON, GeometryUnsupported, InvalidReq
 from kvpool.core.geometry import AttentionKind, KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.outcome import Tier
 from kvpool.v1 import common_pb2, gpuagent_pb2, index_pb2
-from kvpool.wire import convert, convert_cluster, convert_engine, convert_keyspace, convert_watch
+from kvpool.wire import (
+    convert,
+    convert_cluster,
+    convert_engine,
+    convert_grid,
+    convert_keyspace,
+    convert_pages,
+    convert_watch,
+)
+from tests.fixtures.layout_presets import contiguous_layout
 
 HASH = bytes(range(16))
 MASKS = st.integers(0, (1 << 64) - 1)
@@ -88,11 +96,11 @@ def test_a_sliding_window_survives_the_wire() -> None:
 
 def test_grid_of_another_version_is_refused() -> None:
     grid = ShardGrid.of(SPECS[0])
-    message = convert_keyspace.grid_to_proto(grid)
-    assert convert_keyspace.grid_from_proto(message, SPECS[0]) == grid
+    message = convert_grid.grid_to_proto(grid)
+    assert convert_grid.grid_from_proto(message, SPECS[0]) == grid
     message.layer_groups += 1
     with pytest.raises(InvalidRequest, match="grid"):
-        convert_keyspace.grid_from_proto(message, SPECS[0])
+        convert_grid.grid_from_proto(message, SPECS[0])
 
 
 @given(st.lists(st.binary(min_size=16, max_size=16), max_size=40))
@@ -137,16 +145,16 @@ def test_item_error_of_a_newer_peer_shows_its_reason() -> None:
 
 def test_page_metadata_comes_back() -> None:
     plain = cluster.PageMetadata(parent_hash=HASH, chunk_index=17, group_head_hash=HASH)
-    message = convert.page_metadata_to_proto(plain)
+    message = convert_pages.page_metadata_to_proto(plain)
     assert not message.HasField("retention")
-    assert convert.page_metadata_from_proto(message) == plain
+    assert convert_pages.page_metadata_from_proto(message) == plain
     pinned = cluster.PageMetadata(
         parent_hash=HASH, chunk_index=0, group_head_hash=HASH, ttl_ms=5, priority=-3, pinned_until_us=9
     )
-    assert convert.page_metadata_from_proto(convert.page_metadata_to_proto(pinned)) == pinned
+    assert convert_pages.page_metadata_from_proto(convert_pages.page_metadata_to_proto(pinned)) == pinned
     message.parent_hash = b"short"
     with pytest.raises(InvalidRequest, match="parent_hash"):
-        convert.page_metadata_from_proto(message)
+        convert_pages.page_metadata_from_proto(message)
 
 
 @given(MASKS, MASKS, st.sampled_from(list(Tier)))

@@ -13,8 +13,7 @@ from kvpool.core.errors import InvalidRequest, KvPoolError, Stopped
 from kvpool.core.layout import EngineLayout
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
-from kvpool.wire.convert_engine import layout_from_proto
-from kvpool.wire.convert_ipc import ipc_memory_from_proto
+from kvpool.wire.convert_engine import ipc_memory_from_proto, layout_from_proto
 
 if TYPE_CHECKING:
     from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceAsyncStub

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.model import ENGINE_CHUNK_TOKENS, ROPE_KEYS, Model, family_name
+from kvpool.core.model import ENGINE_CHUNK_TOKENS, ROPE_KEYS, Model, family_name, names_rope_theta
 
 CONFIG_FILE = "config.json"
 # Of a config: where it came from and how it is run, not what it computes. Rotary embeddings are part of Model.rope.
@@ -41,14 +41,17 @@ def checkpoint_model(
     dtype: str = "",
     chunk_tokens: int = ENGINE_CHUNK_TOKENS,
     codec: str = "raw",
+    rope: Mapping[str, Any] | None = None,
     quantization: str | None = None,
     adapters: Sequence[str] = (),
     variant: Sequence[Any] = (),
+    salt: str | bytes = "",
 ) -> Model:
     """The model of a Hugging Face checkpoint, as vLLM's and transformers' connectors describe it.
 
-    dtype: of the KV cache; by default the checkpoint's. raises: InvalidRequest for a directory without config or
-    weights, or with a geometry that is not plain attention.
+    dtype: of the KV cache; by default the checkpoint's. rope: instead of the config's, see Model; needed where that
+    leaves rope_theta to the engine's code, {} for a model without rotary embeddings. raises: InvalidRequest for a
+    directory without config or weights, for a geometry that is not plain attention, and without rope_theta.
     """
     config = read_config(Path(directory))
     digest = weights_digest(Path(directory))
@@ -58,6 +61,11 @@ def checkpoint_model(
     head_dim = config.get("head_dim") or (width // heads if heads and width else 0)
     if config.get("kv_lora_rank"):
         raise InvalidRequest("the model has MLA: name its geometry with Model(..., latent_dim=)")
+    if rope is None and not names_rope_theta(config):
+        raise InvalidRequest(
+            f"{CONFIG_FILE} of {directory} names no rope_theta, and engines have defaults of their own for "
+            f"{config.get('model_type') or 'its model_type'}: name what yours has, as in rope={{'rope_theta': 10000.0}}"
+        )
     return Model(
         family_name(config),
         digest,
@@ -67,10 +75,11 @@ def checkpoint_model(
         dtype=dtype or str(config.get("dtype") or config.get("torch_dtype") or "bf16"),
         chunk_tokens=chunk_tokens,
         codec=codec,
-        rope=config,
+        rope=config if rope is None else rope,
         quantization=quantization,
         adapters=adapters,
         variant=variant,
+        salt=salt,
     )
 
 

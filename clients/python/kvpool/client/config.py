@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvpool.core.tracing import Tracer
-from kvpool.tracing.process import process_tracer
-from kvpool.wire.tls import TlsCredentials
+from kvpool.core.tracing import NO_TRACER, Tracer
+
+if TYPE_CHECKING:
+    from kvpool.wire.tls import TlsCredentials
+
+
+def _default_tracer() -> Tracer:
+    """That of the process; loads nothing where neither the engine nor the environment has to do with OpenTelemetry."""
+    if "opentelemetry.sdk.trace" not in sys.modules and not any(name.startswith("OTEL_") for name in os.environ):
+        return NO_TRACER
+    from kvpool.tracing.process import process_tracer
+
+    return process_tracer()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +42,7 @@ class ClientConfig:
     requests_in_flight_max: int = 256  # per stream; more wait, within their deadline
     message_bytes_max: int = 16 << 20  # of control messages; bulk transfer has limits of its own
     keepalive_time_s: float = 30.0  # a silent connection is pinged after this
-    tracer: Tracer = field(default_factory=process_tracer, repr=False, compare=False)  # records nothing unless asked to
+    tracer: Tracer = field(default_factory=_default_tracer, repr=False, compare=False)  # by default of the process
 
     def __post_init__(self) -> None:
         for name in (

@@ -1,13 +1,14 @@
-"""How an engine knows that its agent touches the engine's memory no more, also when the agent cannot say so."""
+"""How an engine knows that its agent touches the engine's GPU memory no more, also when the agent cannot say so."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import os
+import select
+import socket
+import struct
 
-from kvpool.client.peer_process import PeerProcess
-from kvpool.client.retry import Backoff
-from kvpool.client.shared_memory import SharedMemoryRegion
+from kvpool.client.shared_memory import SharedMemoryRegion, until
 from kvpool.core.ipc import HOLD_ENDED, HOLD_FILE_BYTES
 
 DRIVER_GRACE_S = 1.0
@@ -17,30 +18,9 @@ The kernel closes the process's device files before it reports the end, and the 
 file there and then, save for what it hands to a thread of its own. Nothing announces that; a second is far more than it
 takes.
 """
-_POLL_MAX_S = 0.5
-
-
-class SharedMemoryHold:
-    """Of memory whose descriptors the agent gets: the lock on each says whether it is still mapped anywhere."""
-
-    def __init__(self, regions: Sequence[SharedMemoryRegion]) -> None:
-        self.lent = tuple(regions)  # what the agent is to be offered descriptors of, in order
-
-    def agent_at(self, socket_path: str) -> None:
-        """The kernel's locks tell all: no need to know the process."""
-
-    @property
-    def ends_with_successor(self) -> bool:
-        """Whether the hold is over once the engine has registered again. The new session locks the same memory, so
-        nothing else shows it; the agent answers only after all work of the old one has ended."""
-        return True
-
-    async def ended(self) -> None:
-        """Return when the agent has let go of the memory, or its process has ended."""
-        await _until(lambda: not any(region.is_lent() for region in self.lent))
-
-    def close(self) -> None:
-        """The regions belong to the engine."""
+_SO_PEERPIDFD = 77  # since Linux 6.5; the socket module of Python 3.11 does not name it
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+_CONNECT_TIMEOUT_S = 5.0
 
 
 class GpuMemoryHold:
@@ -73,11 +53,11 @@ class GpuMemoryHold:
 
     async def ended(self) -> None:
         """Return when the agent has let go of the memory, or its process and its GPU work have ended."""
-        await _until(lambda: not self._file.is_lent())
+        await until(lambda: not self._file.is_lent())
         if self._has_said_so:
             return
         if self._process is not None:  # the lock goes early in the end of a process, its device files perhaps later
-            await _until(self._process.has_ended)
+            await until(self._process.has_ended)
         await asyncio.sleep(self._driver_grace_s)
 
     def close(self) -> None:
@@ -87,13 +67,46 @@ class GpuMemoryHold:
             self._process.close()
 
 
-MemoryHold = SharedMemoryHold | GpuMemoryHold
+class PeerProcess:
+    """A process, held by a descriptor of it rather than by its number, which the kernel may use again."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Owns the pidfd."""
+        self._descriptor = descriptor
+
+    @classmethod
+    def behind(cls, path: str) -> PeerProcess | None:
+        """The process that listens on the socket; None when the kernel does not show it to us: it is in a PID
+        namespace that we do not see, or has ended."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_CONNECT_TIMEOUT_S)
+            try:
+                connection.connect(path)
+                return cls(_pidfd_of(connection))
+            except OSError:
+                return None
+
+    def has_ended(self) -> bool:
+        """Whether all its threads are gone and its files are closed, those of drivers included."""
+        if self._descriptor < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    backoff = Backoff(0.005, _POLL_MAX_S)
-    while True:
-        # The kernel does not announce a dropped lock, so it is polled.
-        if condition():
-            return
-        await asyncio.sleep(backoff.next_s())
+def _pidfd_of(connection: socket.socket) -> int:
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pid, _, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if pid <= 0:
+            raise
+        # It listened a moment ago: a number is not used again so soon.
+        return os.pidfd_open(pid)

@@ -8,15 +8,13 @@ from enum import IntEnum
 from math import inf
 
 from kvpool.client.hashing import Prompt
+from kvpool.core.chunks import ChunkRange
 from kvpool.core.errors import KvPoolError
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.retention import NO_RETENTION, Retention
-from kvpool.core.spans import ChunkRange
 from kvpool.v1 import gpuagent_pb2
-from kvpool.wire.convert import enum_from_proto, hashes_to_bytes, is_newer, item_error_from_proto
-from kvpool.wire.convert_engine import block_ids_to_bytes
-from kvpool.wire.convert_ipc import engine_event_to_proto
-from kvpool.wire.convert_policy import retention_to_proto
+from kvpool.wire.convert import enum_from_proto, hashes_to_bytes, is_newer, item_error_from_proto, retention_to_proto
+from kvpool.wire.convert_engine import block_ids_to_bytes, engine_event_to_proto
 
 
 class EngineSource(IntEnum):
@@ -110,6 +108,43 @@ class StoreResult:
     stored_chunks: int = 0
     deduplicated_chunks: int = 0  # were there already
     failed_chunks: dict[int, KvPoolError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStats:
+    """Prompt tokens by where their KV came from; they add up to the prompt."""
+
+    own: int = 0  # the engine held them already
+    staging: int = 0
+    disk: int = 0
+    remote: int = 0
+    recomputed: int = 0
+
+    @classmethod
+    def of(cls, chain: Prompt, *, own_tokens: int, loaded: TierTokens) -> RequestStats:
+        """Of one prompt. The last token always counts as recomputed, also when its chunk was loaded."""
+        own = max(0, min(own_tokens, chain.token_count - 1))
+        excess = max(0, own + loaded.total - max(0, chain.token_count - 1))
+        counts = {"staging": loaded.staging, "disk": loaded.disk, "remote": loaded.remote}
+        for source in ("remote", "disk", "staging"):  # the excess is at the end: most likely the slowest source's
+            cut = min(excess, counts[source])
+            counts[source] -= cut
+            excess -= cut
+        return cls(own=own, recomputed=chain.token_count - own - sum(counts.values()), **counts)
+
+    @property
+    def prompt(self) -> int:
+        """All tokens of the prompt."""
+        return self.own + self.staging + self.disk + self.remote + self.recomputed
+
+    def __add__(self, other: RequestStats) -> RequestStats:
+        return RequestStats(
+            own=self.own + other.own,
+            staging=self.staging + other.staging,
+            disk=self.disk + other.disk,
+            remote=self.remote + other.remote,
+            recomputed=self.recomputed + other.recomputed,
+        )
 
 
 def match_from_proto(message: gpuagent_pb2.EngineMatchResponse) -> MatchResult:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kvpool.client.engine_events import EventSlots
-from kvpool.client.engine_hold import GpuMemoryHold, MemoryHold, SharedMemoryHold
 from kvpool.client.fds import descriptor_path
-from kvpool.client.shared_memory import SharedMemoryRegion
+from kvpool.client.shared_memory import SharedMemoryHold, SharedMemoryRegion
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.ipc import IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import item_error_from_proto
-from kvpool.wire.convert_engine import layout_to_proto
-from kvpool.wire.convert_ipc import ipc_event_to_proto, ipc_memory_to_proto
+from kvpool.wire.convert_engine import ipc_event_to_proto, ipc_memory_to_proto, layout_to_proto
 from kvpool.wire.convert_keyspace import spec_to_proto
 from kvpool.wire.versions import own_version_to_proto
+
+if TYPE_CHECKING:
+    from kvpool.client.engine_events import EventSlots
+    from kvpool.client.engine_hold import GpuMemoryHold
 
 
 class OfferFd(Protocol):
@@ -68,10 +69,14 @@ class EngineRegistration:
             if isinstance(region, GpuRegion) != isinstance(self.regions[0], GpuRegion):
                 raise InvalidRequest("regions must be all shared memory or all GPU memory")
 
-    def new_hold(self) -> MemoryHold:
+    def new_hold(self) -> SharedMemoryHold | GpuMemoryHold:
         """To know when the agent of one session has let go of the memory."""
         shared = [region for region in self.regions if isinstance(region, SharedMemoryRegion)]
-        return SharedMemoryHold(shared) if shared or self.match_only else GpuMemoryHold()
+        if shared or self.match_only:
+            return SharedMemoryHold(shared)
+        from kvpool.client.engine_hold import GpuMemoryHold  # engines on CPUs need none of it
+
+        return GpuMemoryHold()
 
 
 class RegistrationReply:

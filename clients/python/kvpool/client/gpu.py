@@ -70,7 +70,7 @@ class ExportedTensors:
     device_index: int  # torch's, of the GPU that all of it is on
 
     def layout(self, preset: EngineLayout) -> EngineLayout:
-        """A layout over the tensors (kvpool.core.layout_presets: its handle n is tensor n) as one over the regions.
+        """A layout over the tensors (kvpool.core.cache_axes: its handle n is tensor n) as one over the regions.
 
         raises: InvalidRequest if the tensors are not those that the layout speaks of.
         """

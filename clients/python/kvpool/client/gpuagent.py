@@ -10,32 +10,29 @@ from typing import TYPE_CHECKING
 
 from kvpool.client.channel import open_channel
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_items import MatchResult, lease_to_proto, load_to_proto, match_from_proto, store_to_proto
 from kvpool.client.engine_registration import EngineRegistration, OfferFd, RegistrationReply, lend, register_to_proto
 from kvpool.client.engine_requests import LeaseHandle, LoadRequest, StoreRequest
 from kvpool.client.fds import offer_fd
 from kvpool.client.hashing import Prompt
 from kvpool.client.session_stream import SessionStream
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
-from kvpool.core.grid import ShardGrid
+from kvpool.core.chunks import ChunkRange
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.retention import Retention
-from kvpool.core.spans import ChunkRange
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
 from kvpool.wire.convert import check_id, check_length, hashes_to_bytes
-from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
-from kvpool.wire.convert_keyspace import grid_from_proto
+from kvpool.wire.convert_engine import engine_event_from_proto, engine_event_to_proto
 from kvpool.wire.versions import check_peer_version
 
 if TYPE_CHECKING:
+    from kvpool.client.engine_events import EventSlots
     from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceAsyncStub
 
 _Request = gpuagent_pb2.EngineRequest
 _Response = gpuagent_pb2.EngineResponse
-_NO_EVENTS = EventSlots(())
 
 
 class EngineSession:
@@ -49,13 +46,11 @@ class EngineSession:
     def __init__(self, plan: EngineRegistration, config: ClientConfig, offer: OfferFd) -> None:
         """Use `open`."""
         self._plan, self._config, self._offer = plan, config, offer
-        self._events = plan.events or _NO_EVENTS
         self._hold = plan.new_hold()
         self._holds: set[StoreRequest | LoadRequest] = set()
         self._releasing: asyncio.Task[None] | None = None
         self.released = asyncio.Event()  # after the end: the agent touches no block of this session any more
         self._registered, self._ready = gpuagent_pb2.EngineRegistered(), gpuagent_pb2.EngineReady()
-        self._grid = ShardGrid.of(plan.spec)
         channel = open_channel(plan.endpoint, config)
         stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(channel)
         self._stream: SessionStream[_Request, _Response] = SessionStream(
@@ -93,7 +88,6 @@ class EngineSession:
         check_peer_version(registered.version, "the agent")
         check_id(registered.session_id, "session_id")
         check_length(registered.hash_key, 32, "hash_key")
-        self._grid = grid_from_proto(registered.grid, self._plan.spec)
         heartbeat = _Request(heartbeat=gpuagent_pb2.EngineHeartbeat())
         self._stream.start_heartbeats(heartbeat, registered.heartbeat_interval_ms)
         await asyncio.to_thread(self._hold.agent_at, registered.descriptor_socket)
@@ -125,11 +119,6 @@ class EngineSession:
     def spec(self) -> KeyspaceSpec:
         """What the keyspace means."""
         return self._plan.spec
-
-    @property
-    def grid(self) -> ShardGrid:
-        """The keyspace's grid."""
-        return self._grid
 
     @property
     def shards(self) -> int:
@@ -219,8 +208,8 @@ class EngineSession:
 
     def give_back(self, event: EngineEvent | None) -> None:
         """No further request names the event; see EventSlots. None does nothing."""
-        if event is not None:
-            self._events.give_back(event)
+        if event is not None and self._plan.events is not None:
+            self._plan.events.give_back(event)
 
     def announce(self, event: EngineEvent) -> None:
         """Tell the agent of a recording that a call beside this stream will name. raises: InvalidRequest."""
@@ -244,6 +233,13 @@ class EngineSession:
                 self._events.retract(after, self)
             raise
         self._holds = {known for known in self._holds if not known.released} | {handle}
+
+    @property
+    def _events(self) -> EventSlots:
+        """raises: InvalidRequest for an engine without events."""
+        if self._plan.events is None:
+            raise InvalidRequest("this engine registered no events: name none")
+        return self._plan.events
 
     async def close(self) -> bool:
         """End the session: running requests are cancelled. False if the agent did not confirm.
@@ -274,8 +270,8 @@ class EngineSession:
             self._releasing = asyncio.create_task(self._watch_release(), name="engine session release")
 
     def _on_unasked(self, response: _Response) -> None:
-        if response.HasField("event_waited"):
-            self._events.waited(engine_event_from_proto(response.event_waited), self)
+        if response.HasField("event_waited") and self._plan.events is not None:
+            self._plan.events.waited(engine_event_from_proto(response.event_waited), self)
 
     async def _stop_watching(self) -> None:
         """The holds end with `reopen` or never."""
@@ -296,5 +292,6 @@ class EngineSession:
             handle.fail(ServiceUnavailable("the session ended"))
             handle.release()
         self._holds.clear()
-        self._events.end_session(self)
+        if self._plan.events is not None:
+            self._plan.events.end_session(self)
         self._hold.close()

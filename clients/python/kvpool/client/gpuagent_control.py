@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvpool.client.channel import Endpoints
 from kvpool.client.config import ClientConfig
+from kvpool.client.endpoints import Endpoints
 from kvpool.core.ipc import EngineEvent
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
-from kvpool.wire.convert_ipc import engine_event_to_proto
+from kvpool.wire.convert_engine import engine_event_to_proto
 
 if TYPE_CHECKING:
     from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceAsyncStub

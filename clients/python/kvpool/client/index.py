@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvpool.client.channel import Endpoints
 from kvpool.client.config import ClientConfig
+from kvpool.client.endpoints import Endpoints
 from kvpool.client.match_stream import MatchStream
 from kvpool.client.watch import watch_events
 from kvpool.core.cluster import (
@@ -45,8 +45,9 @@ from kvpool.wire.convert_cluster import (
     split_group_from_proto,
     stale_location_to_proto,
 )
+from kvpool.wire.convert_grid import grid_from_proto
 from kvpool.wire.convert_index_info import index_info_from_proto
-from kvpool.wire.convert_keyspace import grid_from_proto, is_spec_known, spec_from_proto, spec_to_proto
+from kvpool.wire.convert_keyspace import is_spec_known, spec_from_proto, spec_to_proto
 from kvpool.wire.convert_policy import (
     is_policy_known,
     kept_policy_to_proto,

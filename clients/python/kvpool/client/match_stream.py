@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvpool.client.channel import Endpoints
+from kvpool.client.endpoints import Endpoints
 from kvpool.client.session_stream import SessionStream
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, StoreUnavailable

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+import numpy as np
+
 from kvpool.client.retry import LATER
 from kvpool.client.store_config import StoreConfig
 from kvpool.client.store_pool import AsyncStorePages
@@ -50,9 +52,12 @@ class AsyncObjects:
         def take(position: int, shard: int, payload: memoryview) -> None:
             part = self._parts[shard]
             with payload[: part.size_bytes] as used:
-                views[position][part.offset_bytes : part.end_bytes] = used
+                _copy(used, views[position][part.offset_bytes : part.end_bytes])
 
-        return await self._pages.get(opened, _chunks(opened, keys), take)
+        try:
+            return await self._pages.get(opened, _chunks(opened, keys), take)
+        finally:
+            _release(views)
 
     async def put(
         self, keys: Sequence[ObjectKey], buffers: Sequence[HostBuffer], *, written: list[int] | None = None
@@ -67,10 +72,14 @@ class AsyncObjects:
         def fill(position: int, shard: int, payload: memoryview) -> None:
             filled.add(position)
             part = self._parts[shard]
-            payload[: part.size_bytes] = views[position][part.offset_bytes : part.end_bytes]
+            with payload[: part.size_bytes] as used:
+                _copy(views[position][part.offset_bytes : part.end_bytes], used)
             payload[part.size_bytes :] = bytes(payload.nbytes - part.size_bytes)
 
-        stored = await self._pages.put(opened, _chunks(opened, keys), fill)
+        try:
+            stored = await self._pages.put(opened, _chunks(opened, keys), fill)
+        finally:
+            _release(views)
         if written is not None:
             written += sorted(position for position in filled if stored[position])
         return stored
@@ -96,6 +105,17 @@ class AsyncObjects:
             if view.nbytes != self._size_bytes:
                 raise InvalidRequest(f"buffers[{number}] has {view.nbytes} bytes, objects here have {self._size_bytes}")
         return views
+
+
+def _release(views: Sequence[memoryview]) -> None:
+    """Let go of the caller's memory, which it may unmap: the frames of a call that failed may live on in its error."""
+    for view in views:
+        view.release()
+
+
+def _copy(source: memoryview, destination: memoryview) -> None:
+    """As a slice is assigned, but other threads go on meanwhile: numpy lets go of the interpreter's lock."""
+    np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _chunks(opened: OpenedShards, keys: Sequence[ObjectKey]) -> list[ChunkPlace]:

@@ -11,7 +11,8 @@ from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed
 from kvpool.core.outcome import Admission, Outcome
 from kvpool.core.page import PageKey
 from kvpool.v1 import common_pb2, pagestore_pb2
-from kvpool.wire.convert import enum_from_proto, is_newer, item_error_from_proto, page_metadata_to_proto
+from kvpool.wire.convert import enum_from_proto, is_newer, item_error_from_proto
+from kvpool.wire.convert_pages import page_metadata_to_proto
 from kvpool.wire.convert_spans import remote_source_to_proto
 
 _NEWER = "of a newer pagestore; upgrade this side to use it"

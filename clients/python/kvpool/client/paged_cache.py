@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpool.client.engine_registration import GpuRegion
 from kvpool.client.shared_memory import SharedMemoryRegion
+from kvpool.core.cache_axes import LAYOUTS
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
-from kvpool.core.layout_presets import LAYOUTS
 from kvpool.core.model import Model
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PagedCache:
     ) -> None:
         """tensors: of torch, in the order that the layout says.
 
-        layout: a name of kvpool.core.layout_presets.LAYOUTS, for example "vllm": one tensor [2, blocks, tokens, heads,
+        layout: a name of kvpool.core.cache_axes.LAYOUTS, for example "vllm": one tensor [2, blocks, tokens, heads,
         head_dim] for each layer; "contiguous": one tensor [layers, 2, blocks, tokens, heads, head_dim]. Or an
         EngineLayout over the tensors, for any other.
         layers, heads: of the model that this rank has; by default all.

@@ -24,9 +24,10 @@ from kvpool.client.page_items import (
 )
 from kvpool.client.segments import FetchFd, MapHook, SegmentMap
 from kvpool.client.session_stream import Reply, SessionStream
+from kvpool.core.chunks import Int64s
 from kvpool.core.errors import InvalidRequest, KvPoolError, LeaseLost
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.core.spans import Int64s, PageGrants, PageSpan, SpanAnswer
+from kvpool.core.spans import PageGrants, PageSpan, SpanAnswer
 from kvpool.core.tracing import NO_SPAN, PAGES, Span, SpanKind, rpc_attributes
 from kvpool.v1 import pagestore_pb2
 from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvpool.client.channel import Endpoints, streamed
+from kvpool.client.channel import streamed
 from kvpool.client.config import ClientConfig
+from kvpool.client.endpoints import Endpoints
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2
 from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
-from kvpool.wire.convert import check_id, page_metadata_from_proto
+from kvpool.wire.convert import check_id
+from kvpool.wire.convert_pages import page_metadata_from_proto
 
 if TYPE_CHECKING:
     from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceAsyncStub

@@ -21,8 +21,7 @@ from kvpool.client.retry import Backoff
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, SessionUnknown
 from kvpool.core.ipc import EngineEvent
 from kvpool.v1 import gpuagent_pb2
-from kvpool.wire.convert_engine import BlockIds, block_ids_to_bytes
-from kvpool.wire.convert_ipc import engine_event_to_proto
+from kvpool.wire.convert_engine import BlockIds, block_ids_to_bytes, engine_event_to_proto
 
 DEFAULT_WAIT_S = 10.0
 

@@ -8,35 +8,42 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import LoadResult, MatchResult, StoreResult, TierTokens
+from kvpool.client.engine_items import LoadResult, MatchResult, RequestStats, StoreResult, TierTokens
 from kvpool.client.engine_registration import EngineRegistration, OfferFd
 from kvpool.client.engine_requests import LeaseHandle, StoreRequest
 from kvpool.client.fds import offer_fd
 from kvpool.client.gpuagent import EngineSession
-from kvpool.client.handle import AsyncHandle
+from kvpool.client.handle import AsyncHandle, LoadTerms, load_windows
 from kvpool.client.hashing import Prompt
 from kvpool.client.paged_cache import PagedCache
-from kvpool.client.pool_loads import LoadTerms, load_windows
 from kvpool.client.request_spans import end_with_stores, note_loaded, note_matched, request_span
-from kvpool.client.request_stats import RequestStats
 from kvpool.client.retry import Backoff
-from kvpool.client.tls import tls_from_environment
-from kvpool.core.chunks import Extra, Tokens
+from kvpool.core.chunks import ChunkRange, Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.retention import Retention
-from kvpool.core.spans import ChunkRange
 from kvpool.core.tracing import Span
 from kvpool.wire.convert_engine import BlockIds
+from kvpool.wire.tls_words import is_unix
+
+if TYPE_CHECKING:
+    from kvpool.wire.tls import TlsCredentials
 
 _log = logging.getLogger(__name__)
 # An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
 _GPU_CONNECT_TIMEOUT_S = 60.0
+
+
+class EventRecorder(Protocol):
+    """An engine's memory, of PagedCache or a connector's own."""
+
+    def record_event(self) -> EngineEvent | None:
+        """What the calling thread gave to its current stream so far; see PagedCache."""
 
 
 class AsyncPool:
@@ -50,7 +57,7 @@ class AsyncPool:
     it is what the calling thread gave to its current stream so far.
     """
 
-    def __init__(self, session: EngineSession, config: ClientConfig, cache: PagedCache | None = None) -> None:
+    def __init__(self, session: EngineSession, config: ClientConfig, cache: EventRecorder | None = None) -> None:
         """Use `connect`, or `open`. cache: records events; without one, calls come after nothing but their event."""
         self._session = session
         self._config = config
@@ -76,7 +83,7 @@ class AsyncPool:
         raises: what `open` raises.
         """
         if config is None:
-            config = ClientConfig(tls=tls_from_environment(os.environ))
+            config = ClientConfig(tls=None if is_unix(agent) else _tls_from_environment())
             if cache.on_gpu:
                 config = replace(config, connect_timeout_s=_GPU_CONNECT_TIMEOUT_S)
         registration = EngineRegistration(
@@ -97,7 +104,7 @@ class AsyncPool:
         config: ClientConfig,
         *,
         offer: OfferFd = offer_fd,
-        cache: PagedCache | None = None,
+        cache: EventRecorder | None = None,
     ) -> AsyncPool:
         """Register with the agent. raises: KeyspaceMismatch, PartitionRefused, GeometryUnsupported, InvalidRequest,
         NotServed (configuration that must be changed); ServiceUnavailable, DeadlineExceeded (try again later)."""
@@ -186,7 +193,7 @@ class AsyncPool:
             raise ServiceUnavailable("the pool was closed and its agent did not let go of the blocks: leave them alone")
         return await handle.result()
 
-    async def _wait_released(self, held: AsyncHandle[LoadResult] | StoreRequest) -> bool:
+    async def _wait_released(self, held: AsyncHandle[Any] | StoreRequest) -> bool:
         """Wait until blocks are the caller's again, or nothing more is learned of them as the pool was closed.
 
         Also when cancelled, which is returned: a caller that is gone gives its blocks to others.
@@ -203,6 +210,12 @@ class AsyncPool:
                 for wait in waits:
                     wait.cancel()
         return is_cancelled
+
+    async def end(self, handle: AsyncHandle[Any]) -> None:
+        """Cancel a load or store and wait until its blocks are the caller's again, or nothing more is learned of them
+        as the pool was closed."""
+        handle.cancel()
+        await self._wait_released(handle)
 
     def start_load(
         self,
@@ -423,6 +436,12 @@ class AsyncPool:
                 except Exception:
                     _log.exception("reconnecting to the agent failed and is tried again")
             backoff.reset()
+
+
+def _tls_from_environment() -> TlsCredentials | None:
+    from kvpool.client.tls import tls_from_environment  # most agents are at a unix socket, which has none
+
+    return tls_from_environment(os.environ)
 
 
 async def _end_of_store(

@@ -1,12 +1,9 @@
-"""Waiting between attempts, and repeating calls that may be repeated."""
+"""Waiting between attempts, and which errors are worth another one."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
 from kvpool.core.errors import (
     DeadlineExceeded,
@@ -17,8 +14,6 @@ from kvpool.core.errors import (
     StoreUnavailable,
     WireVersionRefused,
 )
-
-ResultT = TypeVar("ResultT")
 
 TRANSIENT: tuple[type[KvPoolError], ...] = (ServiceUnavailable, Draining, Overloaded)
 """Errors after which the same call may succeed soon. Not StoreUnavailable: engines recompute at once instead."""
@@ -50,30 +45,3 @@ class Backoff:
     def reset(self) -> None:
         """Begin again with short pauses: something succeeded."""
         self._limit_s = self._initial_s
-
-
-async def call_with_retry(
-    attempt: Callable[[float], Awaitable[ResultT]],
-    *,
-    timeout_s: float,
-    backoff: Backoff,
-    retry_on: tuple[type[KvPoolError], ...] = TRANSIENT,
-    give_up: Callable[[], bool] = lambda: False,
-) -> ResultT:
-    """Await `attempt(remaining seconds)` until it succeeds, fails for good, or another pause would pass the deadline.
-
-    give_up: asked after a failure whether there is no use in another attempt. Only for calls that may be carried out
-    twice. Raises the last attempt's error.
-    """
-    ends_at_s = time.monotonic() + timeout_s
-    while True:
-        remaining_s = ends_at_s - time.monotonic()
-        if remaining_s <= 0:
-            raise DeadlineExceeded(f"no answer within {timeout_s:g} s")
-        try:
-            return await attempt(remaining_s)
-        except retry_on:
-            pause_s = backoff.next_s()
-            if give_up() or time.monotonic() + pause_s >= ends_at_s:
-                raise
-        await asyncio.sleep(pause_s)

@@ -19,10 +19,10 @@ from typing import Protocol
 import numpy as np
 
 from kvpool.client.fds import FetchedFd, fetch_fd
+from kvpool.core.chunks import Int64s
 from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import InvalidRequest, LeaseLost, ServiceUnavailable
 from kvpool.core.ipc import MappedSegment
-from kvpool.core.spans import Int64s
 
 
 class FetchFd(Protocol):

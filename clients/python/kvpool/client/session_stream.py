@@ -21,8 +21,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Overloaded, ServiceUnavailable
 from kvpool.core.liveness import LivenessMonitor
 from kvpool.wire.convert import item_error_from_proto
-from kvpool.wire.status import error_from_reason
-from kvpool.wire.stream_status import StreamStatus
+from kvpool.wire.status import StreamStatus, error_from_reason
 
 if TYPE_CHECKING:
     from grpc.aio import StreamStreamCall

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from kvpool.client.host_memory import populate
+from kvpool.client.retry import Backoff
 from kvpool.core.errors import InvalidRequest, StartupFailed
 
 # An agent that maps it must never find the memory gone behind its mapping, and can change nothing of this.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_POLL_MAX_S = 0.5
 
 
 class SharedMemoryRegion:
@@ -105,3 +109,35 @@ class SharedMemoryRegion:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class SharedMemoryHold:
+    """Of memory whose descriptors the agent gets: the lock on each says whether it is still mapped anywhere."""
+
+    def __init__(self, regions: Sequence[SharedMemoryRegion]) -> None:
+        self.lent = tuple(regions)  # what the agent is to be offered descriptors of, in order
+
+    def agent_at(self, socket_path: str) -> None:
+        """The kernel's locks tell all: no need to know the process."""
+
+    @property
+    def ends_with_successor(self) -> bool:
+        """Whether the hold is over once the engine has registered again. The new session locks the same memory, so
+        nothing else shows it; the agent answers only after all work of the old one has ended."""
+        return True
+
+    async def ended(self) -> None:
+        """Return when the agent has let go of the memory, or its process has ended."""
+        await until(lambda: not any(region.is_lent() for region in self.lent))
+
+    def close(self) -> None:
+        """The regions belong to the engine."""
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return once it holds. The kernel does not announce a dropped lock or the end of a process, so it is polled."""
+    backoff = Backoff(0.005, _POLL_MAX_S)
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(backoff.next_s())

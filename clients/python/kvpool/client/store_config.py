@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.tls import tls_from_environment
+from kvpool.core.addresses import check_endpoint
 from kvpool.core.errors import InvalidRequest
 
 _TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,)}
@@ -39,6 +40,9 @@ class StoreConfig:
                 "index_endpoints and pagestore must be set, as in "
                 '{"index_endpoints": ["127.0.0.1:7100"], "pagestore": "unix:/run/kvpool/pagestore.sock"}'
             )
+        for number, endpoint in enumerate(self.index_endpoints):
+            check_endpoint(endpoint, f"index_endpoints[{number}]")
+        check_endpoint(self.pagestore, "pagestore")
         for name in (
             "match_timeout_s",
             "load_timeout_s",

@@ -15,13 +15,12 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import LoadResult
+from kvpool.client.engine_items import LoadResult, RequestStats
 from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.handle import AsyncHandle
 from kvpool.client.hashing import Prompt
 from kvpool.client.paged_cache import PagedCache
 from kvpool.client.pool import AsyncPool
-from kvpool.client.request_stats import RequestStats
 from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, ServiceUnavailable
 
@@ -29,7 +28,35 @@ ResultT = TypeVar("ResultT")
 Arguments = ParamSpec("Arguments")
 
 _STOP_TIMEOUT_S = 5.0
+_INTERRUPT_WAIT_S = 30.0
+_STILL_IN_USE = (
+    "blocks of this call may still be in use: leave them alone until the pool is closed, or the agent has ended"
+)
 _started: weakref.WeakSet[BackgroundLoop] = weakref.WeakSet()
+
+
+class _Work(Generic[ResultT]):
+    """What a thread waits for. Belongs to the loop that runs it."""
+
+    def __init__(self, work: Callable[[], Awaitable[ResultT]]) -> None:
+        self._work, self._cancelled = work, False
+        self._task: asyncio.Task[ResultT] | None = None
+
+    async def run(self) -> ResultT:
+        if self._cancelled:
+            raise asyncio.CancelledError
+        self._task = asyncio.current_task()
+        return await self._work()
+
+    async def cancel(self, undo: Callable[[ResultT], Awaitable[None]] | None) -> None:
+        """Return when it has ended, and its result, if it has one, was undone."""
+        self._cancelled = True
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if undo is not None and not self._task.cancelled() and self._task.exception() is None:
+            await undo(self._task.result())
 
 
 class BackgroundLoop:
@@ -60,22 +87,49 @@ class BackgroundLoop:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
-    def run(self, work: Callable[[], Awaitable[ResultT]], timeout_s: float | None = None) -> ResultT:
+    def run(
+        self,
+        work: Callable[[], Awaitable[ResultT]],
+        timeout_s: float | None = None,
+        *,
+        undo: Callable[[ResultT], Awaitable[None]] | None = None,
+    ) -> ResultT:
         """Await `work()` on the loop and return its result.
 
+        An exception that interrupts the calling thread, as Ctrl-C does, cancels the work and is raised when that has
+        ended. After _INTERRUPT_WAIT_S, or a second interrupt, it is raised earlier, with a note that says so.
+        undo: awaited before with a result that came all the same and that the caller does not get.
         raises: what it raises; DeadlineExceeded after timeout_s (the work is cancelled); ServiceUnavailable after
         `stop`, in a forked process, and from the loop's own thread, which would wait for itself.
         """
-        future = self.start(work)
+        running = _Work(work)
         try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            if future.done():
-                raise  # it is the work's own
-            future.cancel()
-            raise DeadlineExceeded(f"not done within {timeout_s:g} s") from None
-        except BaseException:
-            future.cancel()  # KeyboardInterrupt, say: nothing waits for it any more
+            future = self.start(running.run)
+            try:
+                return future.result(timeout_s)
+            except TimeoutError:
+                if future.done():
+                    raise  # it is the work's own
+                future.cancel()
+                raise DeadlineExceeded(f"not done within {timeout_s:g} s") from None
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            self._wait_cancelled(running, undo, interrupt)
+            raise
+
+    def _wait_cancelled(
+        self,
+        work: _Work[ResultT],
+        undo: Callable[[ResultT], Awaitable[None]] | None,
+        interrupt: BaseException,
+    ) -> None:
+        try:
+            self.start(lambda: work.cancel(undo)).result(_INTERRUPT_WAIT_S)
+        except Exception:  # not in time, or the loop was stopped
+            interrupt.add_note(_STILL_IN_USE)
+        except BaseException as again:
+            again.add_note(_STILL_IN_USE)
             raise
 
     def start(self, work: Callable[[], Awaitable[ResultT]]) -> Future[ResultT]:
@@ -93,10 +147,12 @@ class BackgroundLoop:
                 raise ServiceUnavailable("this client was closed; make a new one")
             return asyncio.run_coroutine_threadsafe(call(), self._loop)
 
-    def run_begun(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    def run_begun(
+        self, work: Coroutine[Any, Any, ResultT], *, undo: Callable[[ResultT], Awaitable[None]] | None = None
+    ) -> ResultT:
         """`run` for a coroutine that the calling thread has made. raises: as `run`; then it is closed."""
         try:
-            return self.run(lambda: work)
+            return self.run(lambda: work, undo=undo)
         except ServiceUnavailable:
             work.close()  # does nothing unless it was not begun
             raise
@@ -154,6 +210,11 @@ class Handle(Generic[ResultT]):
         return self._handle.released
 
     @property
+    def done(self) -> bool:
+        """Whether `result` has nothing to wait for."""
+        return self._handle.done
+
+    @property
     def layers_loaded(self) -> int:
         """Leading layers that are in for every chunk that has not failed."""
         return self._handle.layers_loaded
@@ -207,7 +268,8 @@ def _handing(
 
     @functools.wraps(method)
     def call(pool: Pool, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Handle[ResultT]:
-        return Handle(pool.background, pool.background.run_begun(method(pool.pool, *args, **kwargs)))
+        begun = pool.background.run_begun(method(pool.pool, *args, **kwargs), undo=pool.pool.end)
+        return Handle(pool.background, begun)
 
     return call
 
@@ -249,21 +311,21 @@ class Pool:
     @property
     def connected(self) -> bool:
         """Whether the agent can be asked now."""
-        return self._pool.connected
+        return self.pool.connected
 
     def prompt(self, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Prompt:
         """See AsyncPool.prompt; runs in the calling thread."""
-        return self._pool.prompt(tokens, extras)
+        return self.pool.prompt(tokens, extras)
 
     def extend(self, prompt: Prompt, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Prompt:
         """See AsyncPool.extend; runs in the calling thread."""
-        return self._pool.extend(prompt, tokens, extras)
+        return self.pool.extend(prompt, tokens, extras)
 
     def count(self, prompt: Prompt, *, own_tokens: int, load: LoadResult | None = None) -> RequestStats:
         """See AsyncPool.count."""
 
         async def count() -> RequestStats:
-            return self._pool.count(prompt, own_tokens=own_tokens, load=load)
+            return self.pool.count(prompt, own_tokens=own_tokens, load=load)
 
         return self._loop.run(count)
 

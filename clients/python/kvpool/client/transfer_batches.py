@@ -11,13 +11,8 @@ from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, PageCorru
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
-from kvpool.wire.convert import (
-    enum_from_proto,
-    is_newer,
-    item_error_from_proto,
-    page_metadata_from_proto,
-    page_metadata_to_proto,
-)
+from kvpool.wire.convert import enum_from_proto, is_newer, item_error_from_proto
+from kvpool.wire.convert_pages import page_metadata_from_proto, page_metadata_to_proto
 from kvpool.wire.frames import BulkFrame, encode_write_request, page_pieces
 
 OnRead = Callable[[int, KvPoolError | None, bool], None]

@@ -10,7 +10,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvpool.client.channel import Endpoints, streamed
+from kvpool.client.channel import streamed
+from kvpool.client.endpoints import Endpoints
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.core.cluster import HeartbeatEvent, IndexEvent, ResyncEvent
 from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable

@@ -36,7 +36,7 @@ class BlockMemory(Protocol):
     def bytes_of(self) -> memoryview | torch.Tensor:
         """All of it, writable: a buffer, or a tensor of bytes."""
 
-    def record(self) -> EngineEvent | None:
+    def record_event(self) -> EngineEvent | None:
         """What the next store or load has to come after: the engine's work on the blocks up to now. None: it is done.
 
         The event is given back by that store or load.
@@ -60,7 +60,7 @@ class SharedBlockMemory:
         """See BlockMemory."""
         return self._region.buffer
 
-    def record(self) -> None:
+    def record_event(self) -> None:
         """See BlockMemory."""
 
     def close(self, *, untouched: bool) -> None:
@@ -89,7 +89,7 @@ class GpuBlockMemory:
         assert self._memory is not None, "not closed"
         return self._memory
 
-    def record(self) -> EngineEvent | None:
+    def record_event(self) -> EngineEvent | None:
         """See BlockMemory: the work that was given to the calling thread's current stream."""
         try:
             return self._events.record(timeout_s=_EVENT_WAIT_S)

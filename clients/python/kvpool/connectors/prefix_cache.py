@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from kvpool.client.engine_items import EngineMatchRun, LoadResult, StoreResult
+from kvpool.client.engine_items import EngineMatchRun, LoadResult, MatchResult, StoreResult
+from kvpool.client.hashing import Prompt
 from kvpool.client.sync import Handle
 from kvpool.connectors.chunk_ledger import ChunkLedger, HeldChunk
 from kvpool.connectors.prefix import Prefix
-from kvpool.connectors.prefix_pool import ChunkSpan, PrefixPool
 from kvpool.core.chunks import Tokens, chunk_hashes
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import DeadlineExceeded, KvPoolError
 from kvpool.core.load_cost import LoadCost, LoadRun, leading
 
 _log = logging.getLogger(__name__)
@@ -25,8 +27,53 @@ _log = logging.getLogger(__name__)
 _OWN_KEY = b"chunks in the engine's own cache"
 
 
+class PrefixPool(Protocol):
+    """A pool of chunks that other engines fill too, over an engine's blocks of one chunk each: calls of `kvpool.Pool`.
+
+    A block is the engine's again once the handle of each request that names it is released.
+    """
+
+    def hash_key(self) -> bytes | None:
+        """The 32-byte key of chunk hashes; None while the pool has never been reached."""
+
+    def match(self, prompt: Prompt, *, held_chunks: int = 0) -> MatchResult:
+        """See AsyncPool."""
+
+    def start_load(
+        self,
+        prompt: Prompt,
+        block_table: Sequence[int],
+        *,
+        first_chunk: int,
+        end_chunk: int,
+        timeout_s: float,
+        compute_us_per_token: float = 0.0,
+    ) -> Handle[LoadResult]:
+        """See AsyncPool. raises: KvPoolError if nothing was begun."""
+
+    def store(
+        self, prompt: Prompt, block_table: Sequence[int], *, first_chunk: int, end_chunk: int
+    ) -> Handle[StoreResult]:
+        """See AsyncPool. raises: KvPoolError if nothing was begun."""
+
+    def close(self) -> None:
+        """End what runs and let go of the pool. Idempotent."""
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """A load or store whose blocks are pinned until it is released. stored: chunks that count as pooled until it ends,
+    and then unless it failed; the first of them has index first_chunk in its prompt."""
+
+    handle: Handle[LoadResult] | Handle[StoreResult]
+    blocks: Sequence[int]
+    stored: Sequence[HeldChunk] = ()
+    first_chunk: int = 0
+    pinned: bool = True
+
+
 class PrefixCache:
-    """Blocks of one chunk each, of which the ledger here decides. On one thread; callbacks on any."""
+    """Blocks of one chunk each, of which the ledger here decides. Requests come from one thread at a time."""
 
     def __init__(
         self,
@@ -45,8 +92,7 @@ class PrefixCache:
         self._pool = pool
         self._ledger = ChunkLedger(block_count)
         self._lock = threading.Lock()
-        self._stores_changed = threading.Condition(self._lock)
-        self._stores_running = 0
+        self._transfers: list[_Transfer] = []  # begun, and not known to be over
         self._cost = LoadCost()
         self._loading: set[bytes] = set()  # chunks under way, by their own hashes
 
@@ -71,6 +117,7 @@ class PrefixCache:
     def _begin(self, tokens: Tokens, *, ask_pool: bool, beside: bool) -> Prefix | None:
         usable = tokens[: max(0, len(tokens) - 1)]
         own_hashes = chunk_hashes(_OWN_KEY, usable, self.chunk_tokens)
+        self._note_ends()
         with self._lock:
             held = self._ledger.find(own_hashes)
             if beside and len(held) < len(own_hashes) and own_hashes[len(held)] in self._loading:
@@ -83,14 +130,15 @@ class PrefixCache:
         if hash_key is None:
             return Prefix(blocks, failure="the pool cannot be reached")
         try:
-            chain = chunk_hashes(hash_key, usable, self.chunk_tokens)
-            return self._begin_load(self._pool, chain, own_hashes, blocks)
+            prompt = Prompt.of(hash_key, usable, self.chunk_tokens)
+            return self._begin_load(self._pool, prompt, own_hashes, blocks)
         except BaseException:
             self._unpin(blocks)
             raise
 
     def forget(self) -> None:
         """Drop all own chunks that nothing needs just now: the pool is asked for them again."""
+        self._note_ends()
         with self._lock:
             self._ledger.give_back(self._ledger.take(self._ledger.block_count))
 
@@ -101,8 +149,10 @@ class PrefixCache:
         hash_key = self._pool.hash_key() if self._pool is not None else None
         if self._pool is None or hash_key is None:
             return held
-        runs = self._pool.match(chunk_hashes(hash_key, tokens, self.chunk_tokens), held)
-        return held + sum(run.chunk_count for run in runs)
+        found = self._pool.match(Prompt.of(hash_key, tokens, self.chunk_tokens), held_chunks=held)
+        if found.error is not None:
+            raise found.error
+        return held + sum(run.chunk_count for run in found.runs)
 
     def release(self, found: Prefix) -> None:
         """The blocks of a found prefix have been read."""
@@ -116,6 +166,7 @@ class PrefixCache:
         is free are not kept.
         """
         own_hashes = chunk_hashes(_OWN_KEY, tokens, self.chunk_tokens)
+        self._note_ends()
         with self._lock:
             held = self._ledger.find(own_hashes)
             kept_blocks = [chunk.block for chunk in held]
@@ -142,13 +193,23 @@ class PrefixCache:
 
     def flush_stores(self, timeout_s: float) -> bool:
         """Wait until all stores that were begun have ended; False if they have not in time."""
-        with self._stores_changed:
-            return self._stores_changed.wait_for(lambda: not self._stores_running, timeout_s)
+        ends_at_s = time.monotonic() + timeout_s
+        with self._lock:
+            stores = [transfer.handle for transfer in self._transfers if transfer.stored]
+        for handle in stores:
+            try:
+                handle.result(max(0.0, ends_at_s - time.monotonic()))
+            except DeadlineExceeded:
+                return False
+            except KvPoolError:
+                continue  # `_note_ends` says so
+        self._note_ends()
+        return True
 
     def _begin_load(
         self,
         pool: PrefixPool,
-        chain: Sequence[bytes],
+        prompt: Prompt,
         own_hashes: Sequence[bytes],
         own_blocks: Sequence[int],
     ) -> Prefix:
@@ -158,22 +219,36 @@ class PrefixCache:
         runs: list[LoadRun] = []
         failure, match_ms, own_chunks = "", 0.0, len(own_blocks)
         try:
-            runs = self._load_runs(pool.match(chain, own_chunks))
+            found = pool.match(prompt, held_chunks=own_chunks)
+            if found.error is not None:
+                raise found.error
+            runs = self._load_runs(found.runs)
             match_ms = (time.perf_counter() - started_s) * 1e3
             blocks = self._take(self._chunks_to_load(runs))
             runs = leading(runs, len(blocks))
             if blocks:
-                span = ChunkSpan(tuple(chain[: own_chunks + len(blocks)]), tuple(blocks))
                 compute_ms = self._cost.compute_ms(len(blocks) * self.chunk_tokens)
                 timeout_s = self._cost.timeout_s(self._cost.load_ms(runs), compute_ms, self._load_timeout_s)
                 compute_us = (compute_ms or 0.0) * 1e3 / (len(blocks) * self.chunk_tokens)
                 timeout_s = min(timeout_s, self._load_timeout_s)
-                load = pool.start_load(span, timeout_s, lambda: self._unpin(blocks), compute_us)
+                load = pool.start_load(
+                    prompt,
+                    _block_table(own_chunks, blocks),
+                    first_chunk=own_chunks,
+                    end_chunk=own_chunks + len(blocks),
+                    timeout_s=timeout_s,
+                    compute_us_per_token=compute_us,
+                )
                 self._cost.load_begun()
         except KvPoolError as error:
             failure = str(error)
             _log.warning("kvpool: computing instead of loading: %s", failure)
             match_ms = match_ms or (time.perf_counter() - started_s) * 1e3
+        except Exception:
+            raise
+        except BaseException:
+            blocks = []  # an interrupt says nothing for certain of these: they stay pinned
+            raise
         finally:
             if load is None and blocks:
                 self._unpin(blocks)
@@ -183,6 +258,7 @@ class PrefixCache:
         hashes = own_hashes[own_chunks : own_chunks + len(blocks)]
         with self._lock:
             self._loading.update(hashes)
+            self._transfers.append(_Transfer(load, blocks))
 
         def loaded(result: LoadResult) -> Sequence[int]:
             if result.loaded_chunks == len(blocks) and len({run.source for run in runs}) == 1:
@@ -236,41 +312,60 @@ class PrefixCache:
         unknown = [index for index, chunk in enumerate(held) if not chunk.pooled]
         if self._pool is None or hash_key is None or not unknown:
             return
-        chain = chunk_hashes(hash_key, tokens, self.chunk_tokens)[: unknown[-1] + 1]
-        chunks = held[unknown[0] : unknown[-1] + 1]
-        span = ChunkSpan(tuple(chain), tuple(chunk.block for chunk in chunks))
+        first, end = unknown[0], unknown[-1] + 1
+        chunks = held[first:end]
+        blocks = [chunk.block for chunk in chunks]
         with self._lock:
-            self._ledger.pin(span.blocks)
-            self._stores_running += 1
+            self._ledger.pin(blocks)
+        try:
+            prompt = Prompt.of(hash_key, tokens, self.chunk_tokens)
+            handle = self._pool.store(prompt, _block_table(first, blocks), first_chunk=first, end_chunk=end)
+        except KvPoolError as error:
+            _log.warning("kvpool: %d chunks were not stored: %s", len(chunks), error)
+            self._unpin(blocks)
+            return
+        except Exception:  # after an interrupt they stay pinned
+            self._unpin(blocks)
+            raise
+        with self._lock:
             for chunk in chunks:
                 chunk.pooled = True  # taken back if the store fails: until then it is not stored again
-        store = _Store(self, span, chunks)
-        self._pool.store(span, store.on_released, store.on_done)
+            self._transfers.append(_Transfer(handle, blocks, chunks, first))
+
+    def _note_ends(self) -> None:
+        """Take in what transfers have come to: whose blocks may be reused, and what was not stored."""
+        ended: list[tuple[_Transfer, Sequence[HeldChunk]]] = []
+        with self._lock:
+            for transfer in self._transfers:
+                if transfer.pinned and transfer.handle.released:
+                    self._ledger.unpin(transfer.blocks)
+                    transfer.pinned = False
+                if transfer.stored and transfer.handle.done:
+                    ended.append((transfer, transfer.stored))
+                    transfer.stored = ()
+            self._transfers = [transfer for transfer in self._transfers if transfer.pinned or transfer.stored]
+        for transfer, chunks in ended:
+            failed = _failed_chunks(transfer, len(chunks))
+            with self._lock:
+                for index in failed:
+                    chunks[index - transfer.first_chunk].pooled = False
+            if failed:
+                why = "; ".join(sorted({str(error) for error in failed.values()}))
+                _log.warning("kvpool: %d chunks were not stored: %s", len(failed), why)
 
     def _unpin(self, blocks: Sequence[int]) -> None:
         with self._lock:
             self._ledger.unpin(blocks)
 
-    def _end_store(self, failed: Sequence[HeldChunk]) -> None:
-        with self._stores_changed:
-            for chunk in failed:
-                chunk.pooled = False
-            self._stores_running -= 1
-            self._stores_changed.notify_all()
+
+def _failed_chunks(store: _Transfer, chunk_count: int) -> Mapping[int, KvPoolError]:
+    try:
+        result = store.handle.result()
+    except KvPoolError as error:
+        return dict.fromkeys(range(store.first_chunk, store.first_chunk + chunk_count), error)
+    return result.failed_chunks if isinstance(result, StoreResult) else {}
 
 
-class _Store:
-    """Callbacks of one running store."""
-
-    def __init__(self, cache: PrefixCache, span: ChunkSpan, chunks: Sequence[HeldChunk]) -> None:
-        self._cache, self._span, self._chunks = cache, span, chunks
-
-    def on_released(self) -> None:
-        self._cache._unpin(self._span.blocks)
-
-    def on_done(self, stored: StoreResult) -> None:
-        failed = stored.failed_chunks
-        if failed:
-            why = "; ".join(sorted({str(error) for error in failed.values()}))
-            _log.warning("kvpool: %d chunks were not stored: %s", len(failed), why)
-        self._cache._end_store([self._chunks[index - self._span.first_index] for index in failed])
+def _block_table(first_chunk: int, blocks: Sequence[int]) -> list[int]:
+    """Blocks of a whole prompt; those before first_chunk are not looked at."""
+    return [0] * first_chunk + list(blocks)

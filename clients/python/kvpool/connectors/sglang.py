@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, cast
@@ -21,10 +21,18 @@ import numpy as np
 from kvpool.client.store_config import StoreConfig
 from kvpool.client.store_sync import StorePages
 from kvpool.client.store_values import ChunkPlace, OpenedShards
-from kvpool.connectors.sglang_pools import HostPages, Identity, StorageConfig, host_pages
+from kvpool.connectors.sglang_pools import HostPages, Identity, StorageConfig, host_pages, page_key_rule
+from kvpool.connectors.sglang_side_pools import (
+    ALL_PAGES,
+    TRAILING_PAGES,
+    PoolHits,
+    SidePool,
+    pool_name,
+    restorable_prefixes,
+)
 from kvpool.connectors.strided_pages import StridedPages, bytes_of
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
-from kvpool.core.errors import GeometryUnsupported, InvalidRequest
+from kvpool.core.errors import InvalidRequest
 from kvpool.core.foreign_keys import foreign_chunk_hash
 
 _log = logging.getLogger(__name__)
@@ -59,6 +67,7 @@ class HiCacheCalls:
         self._pool = StorePages(StoreConfig.of(settings), f"sglang tp {storage_config.tp_rank}")
         self._host: HostPages | None = None
         self._space: OpenedShards | None = None
+        self._side_pools: dict[str, SidePool] = {}
         self._transfers = _Transfers()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -73,13 +82,56 @@ class HiCacheCalls:
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """SGLang names all pools of a model here, the one above among them.
 
-        raises: GeometryUnsupported for another one: with a part of its state missing a prefix is of no use.
+        raises: GeometryUnsupported for one that is not served: without a part of its state a prefix is of no use.
         """
         if host_pool is not getattr(self, "mem_pool_host", None):
-            raise GeometryUnsupported(
-                f"the side pool {host_pool_name} is not served (models with hybrid, sliding-window, sparse attention, "
-                "draft models): use another HiCache storage backend"
-            )
+            side = SidePool(self._pool, host_pool, host_pool_name, self._config, self._identity, page_key_rule())
+            self._side_pools[side.name] = side
+
+    def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """The longest prefix of which every pool has what is needed, as SGLang's PoolTransferResult."""
+        from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
+
+        kv_pages = self.batch_exists(keys, extra_info)
+        hits = {"kv": kv_pages} if kv_pages else {}
+        pools: list[PoolHits] = []
+        restorable = restorable_prefixes(kv_pages, pools)
+        for transfer in pool_transfers or ():
+            if not restorable:
+                break
+            name, policy = pool_name(transfer.name), pool_name(transfer.hit_policy)
+            side = self._side_pools.get(name)
+            if side is None or policy not in (ALL_PAGES, TRAILING_PAGES):
+                _log.error("kvpool: the side pool %s with policy %s is not served: nothing is loaded", name, policy)
+                return PoolTransferResult.empty()
+            pools.append(PoolHits(policy, side.exists(keys[:kv_pages]), len(transfer.keys or ())))
+            own = restorable_prefixes(kv_pages, pools[-1:])
+            if own:
+                hits[name] = own[-1]
+            restorable = restorable_prefixes(kv_pages, pools)
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Read pages of side pools; of each, which came."""
+        return self._each_pool(transfers, lambda side, keys, slots: side.get(keys, slots))
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Write pages of side pools; of each, which are in the cluster now."""
+        return self._each_pool(transfers, lambda side, keys, slots: side.put(keys, slots))
+
+    def _each_pool(
+        self, transfers: Sequence[Any], move: Callable[[SidePool, Sequence[str], Any], list[bool]]
+    ) -> dict[str, list[bool]]:
+        moved: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            name, keys = pool_name(transfer.name), transfer.keys or []
+            try:
+                side = self._side_pools.get(name)
+                moved[transfer.name] = move(side, keys, transfer.host_indices) if side else [False] * len(keys)
+            except Exception:  # SGLang's thread would end, and with it all transfers
+                _log.exception("kvpool: pages of the side pool %s were not moved", name)
+                moved[transfer.name] = [False] * len(keys)
+        return moved
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Leading pages that are in the cluster."""
@@ -159,7 +211,9 @@ class HiCacheCalls:
     def clear(self) -> bool:
         """Drop the keyspace's pages on every pagestore of the cluster."""
         space = self._opened()
-        return space is not None and self._pool.clear(space)
+        return space is not None and all(
+            [self._pool.clear(space), *(side.clear() for side in self._side_pools.values())]
+        )
 
     def get_stats(self) -> Any:
         """Pages and bandwidth since the last call, as SGLang's StorageMetrics."""

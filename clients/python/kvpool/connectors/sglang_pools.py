@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -14,6 +16,8 @@ from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRef
 from kvpool.core.foreign_keys import salt_of
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 
+_log = logging.getLogger(__name__)
+PAGE_KEY_RULE = "sha256 pages of a namespace"
 # By the name that SGLang gives a host layout. MLA has neither planes nor heads, so its axes are the same.
 HOST_LAYOUTS: Mapping[str, CacheAxes] = MappingProxyType(
     {
@@ -34,6 +38,23 @@ _DTYPES = {
     "int8": Dtype.INT8,
     "uint8": Dtype.INT8,  # elements of 8 bits that SGLang stores without a type
 }
+
+
+@lru_cache(maxsize=1)
+def page_key_rule() -> str:
+    """How the SGLang that is installed here hashes pages. Releases that leave a request's LoRA adapter and cache salt
+    out never share with those that take them in."""
+    try:
+        from sglang.srt.mem_cache import utils
+    except ImportError:  # not inside SGLang
+        return PAGE_KEY_RULE
+    if hasattr(utils, "storage_namespace_seed"):
+        return PAGE_KEY_RULE
+    _log.warning(
+        "kvpool: this SGLang leaves LoRA adapters and cache salts out of its page hashes: do not use either with a "
+        "HiCache storage backend, or update SGLang"
+    )
+    return "sha256 pages"
 
 
 class StorageConfig(Protocol):
@@ -154,7 +175,7 @@ def _geometry(
         groups=(_group(pool, layers, heads, latent),),
         dtype=_dtype(pool),
         chunk_tokens=_page_tokens(pool),
-        salt=salt_of("sglang", ["sha256 pages", identity.chained, getattr(pool, "storage_format_tag", None), *apart]),
+        salt=salt_of("sglang", [page_key_rule(), identity.chained, getattr(pool, "storage_format_tag", None), *apart]),
     )
     return spec, range(first_layer, first_layer + int(pool.layer_num)), range(first_head, first_head + rank_heads)
 

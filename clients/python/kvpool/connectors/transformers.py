@@ -19,14 +19,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.request_stats import RequestStats
+from kvpool.client.engine_items import RequestStats
 from kvpool.client.tls import tls_from_environment
 from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import block_memory
 from kvpool.connectors.first_token import FirstTokenTimer
 from kvpool.connectors.prefix import Prefix
-from kvpool.connectors.prefix_cache import PrefixCache
-from kvpool.connectors.prefix_pool import PrefixPool
+from kvpool.connectors.prefix_cache import PrefixCache, PrefixPool
 from kvpool.connectors.transformers_arguments import CheckedCall, check_arguments
 from kvpool.connectors.transformers_batch import FilledBatch, fill_batch, len_to_end, own_tokens, pads_cleanly
 from kvpool.connectors.transformers_blocks import KvBlocks, PrefixLost, block_bytes, block_layout

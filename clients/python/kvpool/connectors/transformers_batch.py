@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.client.engine_items import RequestStats
 from kvpool.client.hashing import Prompt
-from kvpool.client.request_stats import RequestStats
 from kvpool.connectors.batch_plan import GPU_PASS_TOKENS, PASS_TOKENS, BatchPlan, RowPlan, plan_batch
 from kvpool.connectors.prefix import Prefix
 from kvpool.connectors.prefix_cache import PrefixCache

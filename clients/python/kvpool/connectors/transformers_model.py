@@ -67,7 +67,8 @@ def shared_model(
         chunk_tokens=chunk_tokens,
         rope=config,
         quantization=json.dumps(quantization, sort_keys=True, default=str) if quantization else None,
-        variant=[salt.hex() if isinstance(salt, bytes) else salt, *_override_parts(model, files)],
+        variant=_override_parts(model, files),
+        salt=salt,
     )
 
 

@@ -31,6 +31,18 @@ def check_address(text: str, name: str) -> str:
     return text
 
 
+def check_endpoint(text: str, name: str) -> str:
+    """`text`, if it is what an operator may configure: host:port or "unix:/path". Raises InvalidRequest naming it."""
+    if text.startswith("unix:/") or (text.startswith("unix-abstract:") and text != "unix-abstract:"):
+        return text
+    try:
+        return check_address(text, name)
+    except InvalidRequest:
+        raise InvalidRequest(
+            f"{name} must be host:port with a port of 1 to 65535, or unix:/path, got {text[:80]!r}"
+        ) from None
+
+
 def check_metrics_url(text: str, name: str) -> str:
     """`text`, if it is http(s)://host[:port]/metrics. Raises InvalidRequest naming the field."""
     found = _METRICS_URL.fullmatch(text) if len(text) <= _CHARACTERS_MAX else None

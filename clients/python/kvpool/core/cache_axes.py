@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
@@ -128,3 +130,32 @@ class _Tensors:
             head_stride_bytes=strides["head"],
             row_bytes=nest.row_bytes,
         )
+
+
+_CONTIGUOUS = CacheAxes(axes=("layer", "plane", "block", "token", "head"))
+_PER_LAYER = CacheAxes(tensors_per=("layer",), axes=("plane", "block", "token", "head"))
+_VLLM_HND = CacheAxes(tensors_per=("layer",), axes=("plane", "block", "head", "token"))
+_VLLM_BLOCKS_NHD = CacheAxes(tensors_per=("layer",), axes=("block", "plane", "token", "head"))
+_VLLM_BLOCKS_HND = CacheAxes(tensors_per=("layer",), axes=("block", "plane", "head", "token"))
+_VLLM_LBNHC = CacheAxes(tensors_per=("layer",), axes=("block", "token", "head", "plane"))
+_VLLM_LBHNC = CacheAxes(tensors_per=("layer",), axes=("block", "head", "token", "plane"))
+_VLLM_BLHNC = CacheAxes(axes=("block", "layer", "head", "token", "plane"))
+_VLLM_BHLNC = CacheAxes(axes=("block", "head", "layer", "token", "plane"))
+_SGLANG = CacheAxes(tensors_per=("plane", "layer"), axes=("block", "token", "head"))
+
+LAYOUTS: Mapping[str, CacheAxes] = MappingProxyType(
+    {
+        "contiguous": _CONTIGUOUS,
+        "vllm": _PER_LAYER,
+        "vllm_hnd": _VLLM_HND,
+        "vllm_blocks_nhd": _VLLM_BLOCKS_NHD,
+        "vllm_blocks_hnd": _VLLM_BLOCKS_HND,
+        "vllm_lbnhc": _VLLM_LBNHC,
+        "vllm_lbhnc": _VLLM_LBHNC,
+        "vllm_blhnc": _VLLM_BLHNC,
+        "vllm_bhlnc": _VLLM_BHLNC,
+        "sglang": _SGLANG,
+        "mla": _PER_LAYER,
+    }
+)
+"""By the names that PagedCache takes."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.retention import NO_RETENTION, Retention
 
 HASH_BYTES = 16
 ROOT_HASH = bytes(HASH_BYTES)
@@ -31,6 +32,7 @@ _OFFSET = struct.Struct("<q")
 _MAX_TOKEN = (1 << 32) - 1
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -120,3 +122,53 @@ def _token_bytes(tokens: Tokens) -> bytes:
         if lowest < 0 or highest > _MAX_TOKEN:
             raise InvalidRequest(f"tokens must lie in [0, 2**32), got {lowest if lowest < 0 else highest}")
     return array.astype("<u4", copy=False).tobytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkRange:
+    """Consecutive chunks of one chain, and where their tokens lie in an engine's paged cache: one store, load or lease.
+
+    chunk_hashes:      [C * 16] bytes.
+    block_ids:         [C, chunk_tokens / block_tokens] int64.
+    first_chunk_index: of the first of them in its chain.
+    parent_hash:       of the chunk before the first.
+    group_head_hashes: heads of the 16-chunk groups that the chunks fall into, in order.
+    chain_head_hash:   of chunk 0; may be empty for a load.
+    retention:         of all chunks.
+    prompt_tokens:     of the whole prompt; 0 if unknown.
+    skip_tokens:       loads only: so many leading tokens of the first chunk are the engine's own and stay untouched.
+    """
+
+    chunk_hashes: bytes
+    block_ids: Int64s
+    first_chunk_index: int
+    parent_hash: bytes
+    group_head_hashes: tuple[bytes, ...]
+    chain_head_hash: bytes = b""
+    retention: Retention = NO_RETENTION
+    prompt_tokens: int = 0
+    skip_tokens: int = 0
+
+    @property
+    def chunk_count(self) -> int:
+        return len(self.chunk_hashes) // HASH_BYTES
+
+    @property
+    def chunks(self) -> range:
+        """Their indexes in the chain."""
+        return range(self.first_chunk_index, self.first_chunk_index + self.chunk_count)
+
+    def chunk_hash(self, position: int) -> bytes:
+        """16 bytes, of the chunk at `position` in the range."""
+        return self.chunk_hashes[position * HASH_BYTES : (position + 1) * HASH_BYTES]
+
+    def group_head(self, position: int) -> bytes:
+        """Head of the group that the chunk at `position` in the range falls into."""
+        first_group = self.first_chunk_index // GROUP_CHUNKS
+        return self.group_head_hashes[(self.first_chunk_index + position) // GROUP_CHUNKS - first_group]
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """Chunk hashes, in order."""
+        packed = self.chunk_hashes
+        return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]

@@ -45,6 +45,7 @@ class Model:
     adapters:       digests of adapters that are merged into the weights. An adapter of single requests is an extra of
                     their prompts instead.
     variant:        whatever else changes the KV and is not in the weights, in words: equal only for equal words.
+    salt:           of your choice, to keep engines apart that would share; never equal to a word of `variant`.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Model:
     quantization: str | None = field(default=None, kw_only=True)
     adapters: Sequence[str] = field(default=(), kw_only=True)
     variant: Sequence[Any] = field(default=(), kw_only=True)
+    salt: str | bytes = field(default="", kw_only=True)
     opaque: OpaqueLayout | None = field(default=None, kw_only=True)  # blocks that cannot be taken apart
     spec: KeyspaceSpec = field(init=False, repr=False)
 
@@ -84,9 +86,26 @@ class Model:
             chunk_tokens=self.chunk_tokens,
             payload=PayloadKind.OPAQUE if self.opaque is not None else PayloadKind.CANONICAL,
             opaque=self.opaque,
-            salt=kv_salt(rope=self.rope, quantization=self.quantization, adapters=self.adapters, variant=self.variant),
+            salt=self._salt(),
         )
         object.__setattr__(self, "spec", spec)
+
+    def _salt(self) -> bytes:
+        """16 bytes over what changes KV beside weights and geometry, each under its own name; empty where that is
+        nothing."""
+        if isinstance(self.adapters, str):
+            raise InvalidRequest("adapters must be a sequence of digests, not one string")
+        parts: dict[str, Any] = {
+            "rope": normalized_rope(self.rope or {}),
+            "quantization": (self.quantization or "").lower(),
+            "adapters": sorted(self.adapters),
+            "variant": [part for part in self.variant if part],
+            "salt": self.salt if isinstance(self.salt, str) else [self.salt.hex()] if self.salt else [],
+        }
+        parts = {name: part for name, part in parts.items() if part}
+        if not parts:
+            return b""
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
     @property
     def keyspace_name(self) -> str:
@@ -100,28 +119,6 @@ def _member(name: str, value: Any, known: Mapping[str, Any]) -> Any:
     if value.lower() not in known:
         raise InvalidRequest(f"{name} must be one of {', '.join(known)}, got {value!r}")
     return known[value.lower()]
-
-
-def kv_salt(
-    *,
-    rope: Mapping[str, Any] | None = None,
-    quantization: str | None = None,
-    adapters: Sequence[str] = (),
-    variant: Sequence[Any] = (),
-) -> bytes:
-    """16 bytes over what changes KV beside weights and geometry; empty where that is nothing."""
-    if isinstance(adapters, str):
-        raise InvalidRequest("adapters must be a sequence of digests, not one string")
-    parts: dict[str, Any] = {
-        "rope": normalized_rope(rope or {}),
-        "quantization": (quantization or "").lower(),
-        "adapters": sorted(adapters),
-        "variant": [part for part in variant if part],
-    }
-    parts = {name: part for name, part in parts.items() if part}
-    if not parts:
-        return b""
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 
 def normalized_rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,6 +156,15 @@ def normalized_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         if found.get(key) == default:
             del found[key]
     return found
+
+
+def names_rope_theta(config: Mapping[str, Any]) -> bool:
+    """Whether a config says itself which base its rotary embeddings have, for every kind of layer."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if any(given.get(name) is not None for given in (config, parameters) for name in ("rope_theta", "theta")):
+        return True
+    kinds = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return bool(kinds) and all(names_rope_theta(kind) for kind in kinds)
 
 
 def _number(value: Any) -> Any:

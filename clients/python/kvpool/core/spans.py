@@ -1,4 +1,4 @@
-"""Chunks and pages of one chain as packed arrays: what engines ask for, what pagestores are asked for and grant."""
+"""Pages of one chain as packed arrays: what pagestores are asked for and grant."""
 
 from __future__ import annotations
 
@@ -9,67 +9,14 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.core.chunks import GROUP_CHUNKS, HASH_BYTES, Int64s
 from kvpool.core.cluster import PageMetadata, RemoteSource
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.page import PageKey
 from kvpool.core.retention import NO_RETENTION, Retention
 
-HASH_BYTES = 16
-GROUP_CHUNKS = 16
-
 Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkRange:
-    """Consecutive chunks of one chain, and where their tokens lie in an engine's paged cache: one store, load or lease.
-
-    chunk_hashes:      [C * 16] bytes.
-    block_ids:         [C, chunk_tokens / block_tokens] int64.
-    first_chunk_index: of the first of them in its chain.
-    parent_hash:       of the chunk before the first.
-    group_head_hashes: heads of the 16-chunk groups that the chunks fall into, in order.
-    chain_head_hash:   of chunk 0; may be empty for a load.
-    retention:         of all chunks.
-    prompt_tokens:     of the whole prompt; 0 if unknown.
-    skip_tokens:       loads only: so many leading tokens of the first chunk are the engine's own and stay untouched.
-    """
-
-    chunk_hashes: bytes
-    block_ids: Int64s
-    first_chunk_index: int
-    parent_hash: bytes
-    group_head_hashes: tuple[bytes, ...]
-    chain_head_hash: bytes = b""
-    retention: Retention = NO_RETENTION
-    prompt_tokens: int = 0
-    skip_tokens: int = 0
-
-    @property
-    def chunk_count(self) -> int:
-        return len(self.chunk_hashes) // HASH_BYTES
-
-    @property
-    def chunks(self) -> range:
-        """Their indexes in the chain."""
-        return range(self.first_chunk_index, self.first_chunk_index + self.chunk_count)
-
-    def chunk_hash(self, position: int) -> bytes:
-        """16 bytes, of the chunk at `position` in the range."""
-        return self.chunk_hashes[position * HASH_BYTES : (position + 1) * HASH_BYTES]
-
-    def group_head(self, position: int) -> bytes:
-        """Head of the group that the chunk at `position` in the range falls into."""
-        first_group = self.first_chunk_index // GROUP_CHUNKS
-        return self.group_head_hashes[(self.first_chunk_index + position) // GROUP_CHUNKS - first_group]
-
-    @property
-    def hashes(self) -> list[bytes]:
-        """Chunk hashes, in order."""
-        packed = self.chunk_hashes
-        return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,10 @@
-"""Keyspace specs and grids <-> messages. Malformed input raises InvalidRequest naming the field."""
+"""Keyspace specs <-> messages. Malformed input raises InvalidRequest naming the field."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import (
     DEFAULT_CHUNK_TOKENS,
     AttentionKind,
@@ -100,22 +99,6 @@ def _opaque_from_proto(message: common_pb2.OpaqueLayout) -> OpaqueLayout:
         block_tokens=message.block_tokens,
         cell_bytes=message.cell_bytes,
     )
-
-
-def grid_to_proto(grid: ShardGrid) -> common_pb2.ShardGrid:
-    """The grid as it travels."""
-    return common_pb2.ShardGrid(layer_groups=grid.layer_groups, splits=grid.splits)
-
-
-def grid_from_proto(message: common_pb2.ShardGrid, spec: KeyspaceSpec) -> ShardGrid:
-    """The grid of `spec`. raises: InvalidRequest if the peer computed another one (a version with other grid rules)."""
-    grid = ShardGrid.of(spec)
-    if (message.layer_groups, tuple(message.splits)) != (grid.layer_groups, grid.splits):
-        raise InvalidRequest(
-            f"peer has a grid of {message.layer_groups} layer groups x {list(message.splits)} parts, here it is the "
-            f"{grid.describe()}; run one version of kvpool everywhere"
-        )
-    return grid
 
 
 def keyspace_id_from_proto(value: bytes) -> bytes:

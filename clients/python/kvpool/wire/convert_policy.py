@@ -1,26 +1,18 @@
-"""Retention and keyspace policies <-> messages. Malformed input raises InvalidRequest naming the field."""
+"""Keyspace policies <-> messages. Malformed input raises InvalidRequest naming the field."""
 
 from __future__ import annotations
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
-from kvpool.core.retention import Retention
 from kvpool.v1 import common_pb2, index_pb2
-from kvpool.wire.convert import check_count, check_id, enum_from_proto, is_newer
-
-
-def retention_to_proto(retention: Retention) -> common_pb2.Retention:
-    """Retention as it travels."""
-    return common_pb2.Retention(
-        ttl_ms=retention.ttl_ms, priority=retention.priority, pinned_until_us=retention.pinned_until_us
-    )
-
-
-def retention_from_proto(message: common_pb2.Retention, name: str = "retention") -> Retention:
-    """Raises InvalidRequest."""
-    retention = Retention(ttl_ms=message.ttl_ms, priority=message.priority, pinned_until_us=message.pinned_until_us)
-    retention.check(name)
-    return retention
+from kvpool.wire.convert import (
+    check_count,
+    check_id,
+    enum_from_proto,
+    is_newer,
+    retention_from_proto,
+    retention_to_proto,
+)
 
 
 def policy_to_proto(policy: KeyspacePolicy) -> common_pb2.KeyspacePolicy:

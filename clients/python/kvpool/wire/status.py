@@ -4,15 +4,24 @@ The status code tells generic clients and proxies what to do; the exact error is
 metadata, by which our clients rebuild the exception.
 """
 
-from collections.abc import Iterable, Mapping
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import grpc
+import grpc.aio
 
 from kvpool.core import errors
 from kvpool.core.errors import KvPoolError
-from kvpool.wire.tls_words import explain_closed, explain_tls
+from kvpool.wire.tls_words import explain_closed, explain_tls, narrowed
+
+if TYPE_CHECKING:
+    from kvpool.wire.tls import TlsCredentials
+
+T = TypeVar("T")
 
 REASON_KEY: Final = "kvpool-reason"
 ITEM_INDEX_KEY: Final = "kvpool-item-index"
@@ -95,7 +104,7 @@ def error_to_status(error: KvPoolError) -> ServerStatus:
 def error_from_rpc(rpc_error: grpc.RpcError) -> KvPoolError:
     """The domain error behind a failed call of grpc or grpc.aio: by reason, else by status code.
 
-    Raise it `from rpc_error`. For a grpc.aio stream that is written to, use kvpool.wire.stream_status.
+    Raise it `from rpc_error`. For a grpc.aio stream that is written to, use StreamStatus.
 
     A call that was cancelled on this side is asyncio.CancelledError under grpc.aio, and never comes here; a CANCELLED
     that does was made by the peer or by a channel that closed.
@@ -142,3 +151,59 @@ def _parts(rpc_error: grpc.RpcError) -> tuple[grpc.StatusCode | None, str, Pairs
         return grpc.StatusCode.UNAVAILABLE, str(rpc_error) or type(rpc_error).__name__, ()
     metadata: Pairs = rpc_error.trailing_metadata() or ()
     return rpc_error.code(), rpc_error.details() or "", metadata
+
+
+_LOST_STATUS: Final = "Internal error from Core"
+
+
+class StreamStatus:
+    """Remembers how the server ended `call`, a grpc.aio stream that the client writes to. Make it right after the call,
+    before anything is awaited.
+
+    When a server ends a stream while the client is still writing, grpc.aio overwrites the server's status by its own
+    INTERNAL "Internal error from Core", in one of five cases here (https://github.com/grpc/grpc/issues/36066). The
+    status is there for a moment, when the call's done callbacks run, so it is taken then.
+    """
+
+    def __init__(self, call: grpc.aio.Call, tls: TlsCredentials | None) -> None:
+        """tls: of the call's channel."""
+        self._tls = tls
+        self._error: KvPoolError | None = None
+        self.ended_well = False  # the server ended the stream with status OK
+        # The callback gets the call itself, whatever the stubs say.
+        call.add_done_callback(lambda _: self._keep(call))
+
+    def error(self, raised: Exception) -> KvPoolError:
+        """The domain error behind `raised`, which reading from or writing to the call gave: raise it `from raised`."""
+        if self._error is not None:
+            return self._error
+        if isinstance(raised, KvPoolError):
+            return raised
+        if isinstance(raised, grpc.RpcError) and not self.ended_well:
+            return narrowed(error_from_rpc(raised), self._tls)
+        # A write after the end: asyncio.InvalidStateError, or the overwritten status of a stream that ended with OK.
+        return errors.ServiceUnavailable("the server has ended the stream")
+
+    def _keep(self, call: grpc.aio.Call) -> None:
+        code = _result_now(call.code())
+        message = _result_now(call.details()) or ""
+        if code is grpc.StatusCode.OK:
+            self.ended_well = True
+        elif code is grpc.StatusCode.INTERNAL and message == _LOST_STATUS:
+            self._error = errors.ServiceUnavailable("the stream broke while it was written to")
+        else:
+            error = error_from_status(code, message, _result_now(call.trailing_metadata()) or ())
+            self._error = narrowed(error, self._tls)
+
+
+def _result_now(coroutine: Coroutine[Any, Any, T]) -> T | None:
+    """The result of a coroutine that has nothing to wait for; None when it would have to wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as finished:
+        result: T = finished.value
+        return result
+    except asyncio.CancelledError:
+        return None
+    coroutine.close()
+    return None

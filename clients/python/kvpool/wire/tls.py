@@ -14,17 +14,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, cast
+from typing import cast
 
 import grpc
 
-from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.errors import InvalidRequest
 from kvpool.wire.tls_files import TlsFiles, TlsMaterial, Version, files_version, read_files, readable_by_others
-from kvpool.wire.tls_words import ANY_CAUSE, DEMANDS_CERTIFICATE, EXPECTS_TLS, REFUSES_CERTIFICATE
 
 _log = logging.getLogger(__name__)
-
-UNIX_SCHEMES: Final = ("unix:", "unix-abstract:")
 
 
 class TlsCredentials:
@@ -158,22 +155,6 @@ class TlsCredentials:
                 "expired on" if late else "is not valid before",
                 datetime.fromtimestamp(at_s, UTC).isoformat(),
             )
-
-
-def is_unix(endpoint: str) -> bool:
-    """Whether an endpoint is a unix socket: that is guarded by the kernel's permissions and never by TLS."""
-    return endpoint.startswith(UNIX_SCHEMES)
-
-
-def narrowed(error: KvPoolError, tls: TlsCredentials | None) -> KvPoolError:
-    """The error of a call, with the one cause of a closed connection that is left to who knows the client's side."""
-    if ANY_CAUSE not in error.message:
-        return error
-    if tls is None:
-        cause = EXPECTS_TLS
-    else:
-        cause = DEMANDS_CERTIFICATE if tls.files.cert_file is None else f"{REFUSES_CERTIFICATE}: {tls.files.cert_file}"
-    return type(error)(error.message.replace(ANY_CAUSE, cause))
 
 
 def _server_configuration(material: TlsMaterial, require_client_cert: bool) -> grpc.ServerCertificateConfiguration:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from kvpool.core.errors import KvPoolError
+
+if TYPE_CHECKING:
+    from kvpool.wire.tls import TlsCredentials
+
+UNIX_SCHEMES: Final = ("unix:", "unix-abstract:")
 
 _PLAIN_SERVER: Final = (
     "the server answered in the clear: it has no TLS, or this is another service's port; "
@@ -59,8 +66,24 @@ def explain_closed(details: str) -> str:
     """The same for a connection that was closed before a word of gRPC, which need not be because of TLS; never of a
     unix socket, which has none.
 
-    See kvpool.wire.tls.narrowed for telling less of what it may have been.
+    See `narrowed` for telling less of what it may have been.
     """
     if _NOT_CONNECTED in details and "unix:" not in details and any(words in details for words in _CLOSED_EARLY):
         return f"{_CLOSED} ({details})"
     return ""
+
+
+def is_unix(endpoint: str) -> bool:
+    """Whether an endpoint is a unix socket: that is guarded by the kernel's permissions and never by TLS."""
+    return endpoint.startswith(UNIX_SCHEMES)
+
+
+def narrowed(error: KvPoolError, tls: TlsCredentials | None) -> KvPoolError:
+    """The error of a call, with the one cause of a closed connection that is left to who knows the client's side."""
+    if ANY_CAUSE not in error.message:
+        return error
+    if tls is None:
+        cause = EXPECTS_TLS
+    else:
+        cause = DEMANDS_CERTIFICATE if tls.files.cert_file is None else f"{REFUSES_CERTIFICATE}: {tls.files.cert_file}"
+    return type(error)(error.message.replace(ANY_CAUSE, cause))

@@ -51,7 +51,6 @@ def doctor(
         Path | None, typer.Option(metavar="DIR", help="Of a pagestore here (default: the cluster's).")
     ] = None,
     disk_bytes: Annotated[int, size_option("--disk-bytes", "Of its disk tier.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only errors and warnings.")] = False,
     canary: Annotated[
         bool, typer.Option("--canary", help="Only compare what servers compute and load.", rich_help_panel=_CANARY)
     ] = False,
@@ -83,7 +82,7 @@ def doctor(
     if common.json:
         print_json(to_document(findings))
     else:
-        show(render(findings, quiet=quiet))
+        show(render(findings))
     return EXIT_FAILED if any(finding.level is Level.ERROR for finding in findings) else EXIT_OK
 
 
@@ -181,13 +180,11 @@ def to_document(findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def render(findings: Sequence[Finding], *, quiet: bool) -> RenderableType:
+def render(findings: Sequence[Finding]) -> RenderableType:
     """A line each, the worst last, where it is still on the screen."""
     order = list(_SIGNS)
     lines: list[RenderableType] = []
     for finding in sorted(findings, key=lambda one: order.index(one.level)):
-        if quiet and finding.level in (Level.OK, Level.SKIPPED):
-            continue
         lines.append(line(f"{_SIGNS[finding.level]} {finding.subject:<18} {finding.message}", _STYLES[finding.level]))
         if finding.remediation:
             lines.append(line(f"{'':>25}-> {finding.remediation}"))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvpool.client.peer_process import PeerProcess
+from kvpool.client.engine_hold import PeerProcess
 from kvpool_cli.doctor.finding import Finding, failure, ok, skipped, warning
 from kvpool_cli.doctor.machine import Machine
 

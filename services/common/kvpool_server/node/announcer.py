@@ -13,7 +13,7 @@ from kvpool.core.cluster import LocationChange, NodeLease
 from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_cluster import location_change_to_proto, part_span_to_proto
-from kvpool.wire.stream_status import StreamStatus
+from kvpool.wire.status import StreamStatus
 from kvpool_server.node.announce_queue import AnnounceBatch, AnnounceQueue
 
 _Call = grpc.aio.StreamStreamCall

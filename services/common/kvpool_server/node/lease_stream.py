@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvpool.client.channel import Endpoints
+from kvpool.client.endpoints import Endpoints
 from kvpool.core.cluster import LeaseRenewal, NodeLoad
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert import item_error_from_proto
 from kvpool.wire.convert_cluster import node_load_to_proto
-from kvpool.wire.stream_status import StreamStatus
+from kvpool.wire.status import StreamStatus
 
 if TYPE_CHECKING:
     from grpc.aio import StreamStreamCall

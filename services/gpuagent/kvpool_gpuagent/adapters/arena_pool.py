@@ -17,10 +17,11 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_link import RETRY_INTERVAL_S, PagestoreLink
 from kvpool.client.segments import MapHook
+from kvpool.core.chunks import Int64s
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, LeaseLost, Overloaded, ServiceUnavailable
 from kvpool.core.ipc import MappedSegment
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.core.spans import Int64s, PageGrants, PageSpan
+from kvpool.core.spans import PageGrants, PageSpan
 from kvpool_gpuagent.adapters.budget import Budget
 from kvpool_gpuagent.core.pages import AcquiredPages, PageSlots, ReservedPages
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.core.chunks import Int64s
 from kvpool.core.errors import KvPoolError
-from kvpool.core.spans import Bytes, Int32s, Int64s
+from kvpool.core.spans import Bytes, Int32s
 
 Leases = npt.NDArray[Any]
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.core.chunks import GROUP_CHUNKS, HASH_BYTES, ROOT_HASH
+from kvpool.core.chunks import GROUP_CHUNKS, HASH_BYTES, ROOT_HASH, ChunkRange
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.grid import ShardGrid, shards_in
@@ -20,7 +20,7 @@ from kvpool.core.layout import EngineLayout
 from kvpool.core.page import page_bytes
 from kvpool.core.payload import payload_bytes
 from kvpool.core.retention import NO_RETENTION
-from kvpool.core.spans import Bytes, ChunkRange, Int32s, PageSpan
+from kvpool.core.spans import Bytes, Int32s, PageSpan
 from kvpool_gpuagent.core.sources import LoadSource
 
 BlockIds = npt.NDArray[np.int64]

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.core.cancel import CancelToken
+from kvpool.core.chunks import ChunkRange
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Overloaded
 from kvpool.core.grid import shards_in
-from kvpool.core.spans import ChunkRange
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.leases import LeaseBudget, LeaseShare, PageNeed
 from kvpool_gpuagent.core.pages import PageSlots

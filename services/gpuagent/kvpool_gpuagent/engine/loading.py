@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from kvpool.core.cancel import CancelToken
+from kvpool.core.chunks import ChunkRange, Int64s
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool.core.grid import shards_in
-from kvpool.core.spans import Bytes, ChunkRange, Int32s, Int64s
+from kvpool.core.spans import Bytes, Int32s
 from kvpool_gpuagent.core.pages import FIRST_WINDOW_ORDER, CopyBatch, PageSlots
 from kvpool_gpuagent.core.requests import ChunkSource, LoadOutcome, Rank, page_span, window_of
 from kvpool_gpuagent.core.sources import CopiedBytes, LoadSource

@@ -8,10 +8,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvpool.core.cancel import CancelToken
-from kvpool.core.chunks import GROUP_CHUNKS
+from kvpool.core.chunks import GROUP_CHUNKS, ChunkRange
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import KvPoolError
-from kvpool.core.spans import ChunkRange
 from kvpool_gpuagent.core.requests import ChunkSource, Rank
 from kvpool_gpuagent.core.sources import SourceRun, source_runs
 from kvpool_gpuagent.engine.waiting import until_cancelled

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvpool.core.cancel import CancelToken
+from kvpool.core.chunks import ChunkRange
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Overloaded, Stopped
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.payload import chunk_bytes
-from kvpool.core.spans import ChunkRange
 from kvpool.core.tracing import NO_TRACER, PAGES, SERVED_PAGES, Span, Tracer
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.leases import LeaseBudget

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from kvpool.core.cancel import CancelToken
+from kvpool.core.chunks import ChunkRange
 from kvpool.core.errors import ArenaFull, KvPoolError, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
-from kvpool.core.spans import Bytes, ChunkRange, Int32s, PageSpan
+from kvpool.core.spans import Bytes, Int32s, PageSpan
 from kvpool_gpuagent.core.pages import CopyBatch, PageSlots, no_slots
 from kvpool_gpuagent.core.requests import Rank, StoreOutcome, page_span, window_of
 from kvpool_gpuagent.engine.events import EnginePassed

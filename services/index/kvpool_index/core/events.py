@@ -160,14 +160,16 @@ class WatchBuffer(Generic[T]):
         """Whether `take` has anything to say."""
         return self._lost or bool(self._items)
 
-    def put(self, items: Sequence[T], size: int | None = None) -> None:
-        """Add items in order. size: of all of them together; one each if not given."""
+    def put(self, items: Sequence[T], size: int | None = None) -> Sequence[T]:
+        """Add items in order; those that are lost by it. size: of all of them together; one each if not given."""
         size = len(items) if size is None else size
         if self._size + size > self._limit:
+            lost = [*self._items, *items]
             self.lose()
-        else:
-            self._items.extend(items)
-            self._size += size
+            return lost
+        self._items.extend(items)
+        self._size += size
+        return ()
 
     def lose(self) -> None:
         """Note that items were lost before they reached the buffer."""

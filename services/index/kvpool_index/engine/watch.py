@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from kvpool.core.clock import Clock
-from kvpool.core.cluster import HeartbeatEvent, IndexEvent, ResyncEvent
+from kvpool.core.cluster import ChunkEvent, HeartbeatEvent, IndexEvent, ResyncEvent
 from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.events import CheckedEnd, EntryEvents, Interest, Position, WatchBuffer
@@ -43,10 +43,14 @@ class _Watcher:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     lost_because: str = _BEHIND
 
+    floor: int = 0  # highest version of the chunk events that were lost
+
     def put(self, news: Sequence[EntryEvents]) -> None:
         wanted = [each for each in news if each.wanted(self.interest)]
         if wanted:
-            self.buffer.put(wanted, sum(len(each.wanted(self.interest)) for each in wanted))
+            lost = self.buffer.put(wanted, sum(len(each.wanted(self.interest)) for each in wanted))
+            events = [event for each in lost if isinstance(each, EntryEvents) for event in each.wanted(self.interest)]
+            self.floor = max([self.floor, *(event.version for event in events if isinstance(event, ChunkEvent))])
             self.news.set()
 
 
@@ -200,12 +204,20 @@ def _before(item: _Item) -> Position:
 
 
 def _events_of(watcher: _Watcher, news: EntryEvents) -> list[IndexEvent]:
-    """What a watcher gets of an entry. Within it the position stays before it: a resumed watch gets all of it again."""
+    """What a watcher gets of an entry. Within it the position stays before it: a resumed watch gets all of it again.
+
+    Events may come late, behind newer ones of their chunk. After a loss those that may be older than a lost one are
+    left out: a receiver that has forgotten all could not know. A replica can, and gets all.
+    """
     batch = news.batch(watcher.interest) if watcher.for_replica else None
     if batch is not None:
         return [IndexEvent(position=str(news.after), event=batch)]
     before, after = str(news.before), str(news.after)
-    wanted = news.wanted(watcher.interest)
+    wanted = [
+        event
+        for event in news.wanted(watcher.interest)
+        if watcher.for_replica or not isinstance(event, ChunkEvent) or event.version > watcher.floor
+    ]
     return [
         IndexEvent(position=after if number == len(wanted) else before, event=event)
         for number, event in enumerate(wanted, start=1)

@@ -22,7 +22,14 @@ from kvpool.core.cluster import (
     NodeLoad,
     RemoteSource,
 )
-from kvpool.core.errors import DeadlineExceeded, KeyspaceUnknown, KvPoolError, StoreFault, StoreUnavailable
+from kvpool.core.errors import (
+    DeadlineExceeded,
+    KeyspaceUnknown,
+    KvPoolError,
+    StaleIncarnation,
+    StoreFault,
+    StoreUnavailable,
+)
 from kvpool.core.keyspace import keyspace_id
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
@@ -188,9 +195,11 @@ class NodeIndexLink:
                 return
             except StoreFault as error:
                 _log.error("the granted incarnation was not made durable; registering again: %s", error)
-            except KvPoolError as error:
-                _log.error("the index refuses this node, which stays unknown to others: %s", error)
+            except StaleIncarnation as error:
+                registrant.on_superseded(error)
                 return
+            except KvPoolError as error:  # what the operator may mend at the index, or a fault of one replica
+                _log.error("the index refuses this node, which stays unknown to others; asking again: %s", error)
             await asyncio.sleep(backoff.next_s())
 
 

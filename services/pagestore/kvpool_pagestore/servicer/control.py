@@ -12,14 +12,8 @@ import grpc.aio
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
-from kvpool.wire.convert import (
-    check_count,
-    check_id,
-    check_optional_id,
-    convert_items,
-    page_key_from_proto,
-    page_metadata_to_proto,
-)
+from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items
+from kvpool.wire.convert_pages import page_key_from_proto, page_metadata_to_proto
 from kvpool_pagestore.engine.inventory import MAX_MOST_READ
 from kvpool_pagestore.engine.retention import MAX_PIN_CHUNKS
 from kvpool_pagestore.engine.store import PageStoreEngine

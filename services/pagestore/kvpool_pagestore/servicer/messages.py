@@ -7,16 +7,9 @@ from collections.abc import Sequence
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.outcome import Admission
 from kvpool.v1 import pagestore_pb2 as pb
-from kvpool.wire.convert import (
-    check_count,
-    check_id,
-    check_optional_id,
-    convert_items,
-    item_error_to_proto,
-    page_key_from_proto,
-    page_metadata_from_proto,
-)
+from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, item_error_to_proto
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
+from kvpool.wire.convert_pages import page_key_from_proto, page_metadata_from_proto
 from kvpool.wire.convert_spans import MAX_SOURCES, remote_source_from_proto
 from kvpool.wire.versions import check_peer_version
 from kvpool_pagestore.core.page_table import Grant

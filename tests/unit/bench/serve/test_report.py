@@ -115,7 +115,7 @@ def test_warnings_say_what_figures_do_not() -> None:
     told = to_document(about(interrupted=True, warm_up_failures=1), recorder, metrics, None)["warnings"]
     for words in (
         "interrupted", "99th percentile of fewer", "were cut off", "warm-up requests failed", "generator itself",
-        "after their time", "without `usage`", "tokens on average", "without token ids", "started anew", "http://a",
+        "after their time", "without `usage`", "tokens on average", "without token ids", "restarted", "http://a",
     ):  # fmt: skip
         assert any(words in warning for warning in told), words
     assert document()["warnings"] == []

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.core.chunks import ROOT_HASH
+from kvpool.core.chunks import ROOT_HASH, ChunkRange
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
-from kvpool.core.layout_presets import contiguous_layout, vllm_cpu_opaque_layout
 from kvpool.core.retention import Retention
-from kvpool.core.spans import ChunkRange, PageSpan
+from kvpool.core.spans import PageSpan
 from kvpool_gpuagent.core.requests import Rank, check_load, check_store, page_span, window_of
+from tests.fixtures.layout_presets import contiguous_layout, vllm_cpu_opaque_layout
 from tests.unit.gpuagent.runs import LAYOUT, RANK, SPEC, chunk_hash, span
 
 MAX_CHUNKS = 64

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvpool.core import layout_presets as presets
 from kvpool.core.elements import Dtype
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool_gpuagent.core.pulls import CacheSide, PullCells, SourceName, TokenPull, cells_of, check_writes, peer_planes
+from tests.fixtures import layout_presets as presets
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(8, 4, 16),), dtype=Dtype.BF16, chunk_tokens=32)
 

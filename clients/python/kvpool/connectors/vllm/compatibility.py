@@ -15,7 +15,7 @@ _STEP = ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state"
 _REQUEST = (
     *("request_id", "all_token_ids", "num_prompt_tokens", "num_tokens", "num_computed_tokens", "num_in_flight_tokens"),
     *("num_preemptions", "cache_salt", "lora_request", "mm_features", "prompt_embeds", "resumable"),
-    *("skip_reading_prefix_cache", "trace_headers"),
+    *("skip_reading_prefix_cache", "trace_headers", "kv_transfer_params"),
 )
 _CONNECTOR = (
     *("on_new_request", "update_connector_output", "take_events", "reset_cache", "requires_kv_delivery"),

@@ -19,9 +19,11 @@ from kvpool.connectors.vllm.messages import (
     StepMetadata,
     WorkerAgent,
     WorkerReport,
+    hit_sources,
     pool_event,
 )
 from kvpool.connectors.vllm.orders import StepOrders
+from kvpool.connectors.vllm.request_options import KEY
 from kvpool.core.errors import KvPoolError
 
 if TYPE_CHECKING:
@@ -231,6 +233,18 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         else:
             self._scheduler.not_chosen(request)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """See the base class. Another host's pagestore counts as P2P."""
+        return self._hit_sources(request, num_external_tokens) or super().get_external_cache_hit_sources(
+            request, num_external_tokens
+        )
+
+    @_guarded()
+    def _hit_sources(self, request: Any, token_count: int) -> dict[Any, int] | None:
+        if self._scheduler is None:
+            return None
+        return hit_sources(self._scheduler.expected_sources(request.request_id, token_count))
+
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
         return self._build(scheduler_output) or StepMetadata(StepOrders(step=0))
@@ -255,7 +269,11 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """See the base class."""
         if self._scheduler is None:
             return False, None
-        return self._scheduler.finished(request, block_ids, request.status.name), None
+        refusal = self._scheduler.refusal(request.request_id)
+        held = self._scheduler.finished(request, block_ids, request.status.name)
+        # MultiConnector stops the engine where two children give the same key.
+        named = bool(refusal) and self._outer_config is self._vllm_config
+        return held, {KEY: {"refused": refusal}} if named else None
 
     @_guarded()
     def update_connector_output(self, connector_output: Any) -> None:

@@ -277,7 +277,8 @@ def model_spec(
         rope=config,
         # A checkpoint that is quantized says so itself, and its weights are its own.
         quantization=model.quantization if getattr(model.hf_config, "quantization_config", None) is None else None,
-        variant=_variant(settings, vllm_config, facts) if read_weights else (),
+        variant=_variant(vllm_config, facts) if read_weights else (),
+        salt=settings.salt,
         opaque=opaque,
         **geometry,
     ).spec
@@ -294,12 +295,12 @@ def model_revision(model: Any) -> str:
     return revision
 
 
-def _variant(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> list[Any]:
+def _variant(vllm_config: Any, facts: CacheFacts) -> list[Any]:
     """Whatever else the KV depends on: what was overridden of the config, in which type it is computed, and whether the
     weights are real ones; the same of a drafter that has KV; which of the model's layers have it. Empty for a
     checkpoint with one KV cache group that is served as it is."""
     model = vllm_config.model_config
-    parts = [settings.salt, *_override_parts(model), *_computed_in(model, facts), *_length_parts(model)]
+    parts: list[Any] = [*_override_parts(model), *_computed_in(model, facts), *_length_parts(model)]
     if str(vllm_config.load_config.load_format) == "dummy":
         parts.append("made-up weights")
     if facts.layer_numbers:

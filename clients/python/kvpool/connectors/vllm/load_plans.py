@@ -40,6 +40,7 @@ class LoadPlan:
     trace: TraceParent | None = None
     staged: bool = False  # the match found all of it in the memory of this host
     must_wait: bool = False  # as many bytes as may be are in flight: it is to be planned again in a later step
+    sources: tuple[tuple[EngineSource, int], ...] = ()  # tokens from each, from first_token on
 
 
 @dataclass(slots=True)
@@ -136,6 +137,7 @@ class LoadPlans:
             lookup.trace,
             staged=all(run.source == EngineSource.STAGING for run in chosen),
             must_wait=bool(full),
+            sources=tuple((run.source, run.token_count) for run in chosen if isinstance(run.source, EngineSource)),
         )
 
     def begin(
@@ -195,6 +197,16 @@ class LoadPlans:
             end_token=len(block_ids[0]) * self._groups[0].block_tokens,
             timeout_s=0.0,
         )
+
+    def expected_sources(self, request_id: str, token_count: int) -> dict[EngineSource, int]:
+        """Where so many tokens of a request's load are expected to come from, as its match found."""
+        running, counts = self._running.get(request_id), dict[EngineSource, int]()
+        for source, tokens in running.plan.sources if running is not None else ():
+            count = min(tokens, token_count)
+            token_count -= count
+            if count > 0:
+                counts[source] = counts.get(source, 0) + count
+        return counts
 
     def ended(self, end: LoadEnd) -> tuple[bytes, ...]:
         """One worker's part of one group has ended. The chunks that were not to be had."""

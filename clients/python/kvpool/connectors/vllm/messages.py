@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvpool.client.engine_items import EngineSource
 from kvpool.connectors.vllm.orders import ChunksChanged, LoadEnd, StepOrders, StoreEnd
 
 
@@ -70,6 +72,18 @@ class PoolStats(KVConnectorStats):  # type: ignore[misc]
     def is_empty(self) -> bool:
         """See the base class."""
         return not self.data
+
+
+def hit_sources(tokens: Mapping[EngineSource, int]) -> dict[Any, int]:
+    """As vLLM counts where hits came from."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # a vLLM before 0.32 has none, and asks for none
+
+    named = {
+        EngineSource.STAGING: CacheHitSource.HOST,
+        EngineSource.DISK: CacheHitSource.DISK,
+        EngineSource.REMOTE: CacheHitSource.P2P,
+    }
+    return {named[source]: count for source, count in tokens.items()}
 
 
 def pool_event(change: ChunksChanged, chunk_tokens: int) -> KVCacheEvent:

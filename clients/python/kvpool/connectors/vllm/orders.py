@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvpool.client.engine_items import LoadResult
 from kvpool.client.hashing import Prompt
 from kvpool.core.errors import DeadlineExceeded, PageCorrupt, PageMissing
+from kvpool.core.retention import Retention
 from kvpool.core.tracing import TraceParent
 
 Blocks = npt.NDArray[np.int32]
@@ -51,7 +52,8 @@ class LoadOrder:
 class StoreOrder:
     """Store chunks [first_chunk, end_chunk) of a chain from the blocks of a request; as LoadOrder otherwise.
 
-    number: of no other store; a request that was preempted may store the same chunks twice.
+    number: of no other store; a request that was preempted may store the same chunks twice. retention: None: as the
+    keyspace says.
     """
 
     number: int
@@ -63,6 +65,7 @@ class StoreOrder:
     end_chunk: int
     group: int = 0
     trace: TraceParent | None = None
+    retention: Retention | None = None
 
 
 def packed_blocks(block_ids: Sequence[int]) -> Blocks:

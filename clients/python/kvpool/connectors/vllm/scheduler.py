@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvpool.client.engine_items import EngineSource
 from kvpool.client.hashing import Prompt
 from kvpool.client.pool import AsyncPool
 from kvpool.connectors.vllm.adapters import Adapters
@@ -22,6 +23,7 @@ from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.lookups import Lookup, Lookups
 from kvpool.connectors.vllm.orders import ChunksChanged, LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
 from kvpool.connectors.vllm.request_chain import Request, request_chain, trace_of
+from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.connectors.vllm.settings import LOAD_NEVER, STORE_NEVER, STORE_PREFILL, VllmSettings
 from kvpool.connectors.vllm.step_clock import StepClock
 from kvpool.connectors.vllm.store_plans import StorePlans
@@ -39,6 +41,7 @@ class _State:
 
     request: Request
     shareable: bool  # whether equal keys mean equal KV
+    options: RequestOptions = field(default_factory=RequestOptions)
     adapter: bytes | None = None  # its LoRA adapter's identity, once it is known
     chains: tuple[Prompt, ...] = ()  # of each KV cache group
     lookup: Lookup = field(default_factory=Lookup)
@@ -67,13 +70,14 @@ class SchedulerSide:
         volatile_tokens: int = 0,
         now_s: Callable[[], float] = time.monotonic,
         weights: WeightsEpoch | None = None,
+        wall_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
         """groups: in vLLM's order, as the pools of the link. shares_blocks: the engine finds blocks of other requests
         again. tells_changes: `take_changes` is called. weights: None as long as vLLM names no versions of them.
         volatile_tokens: the last computed ones, whose KV a drafter may write again."""
         self._settings, self._link, self._groups = settings, link, groups
         self._shares_blocks, self._tells_changes, self._now_s = shares_blocks, tells_changes, now_s
-        self._volatile_tokens = volatile_tokens
+        self._volatile_tokens, self._wall_us = volatile_tokens, wall_us
         self._states: dict[str, _State] = {}
         self._computing: set[str] = set()  # in the last step
         self._prefilling: set[str] = set()  # some of the prompt's chunks are not ordered to be stored yet
@@ -111,14 +115,18 @@ class SchedulerSide:
         """A request has come: its prompt is hashed and looked up while it waits for its turn."""
         # A session's tokens change under its hashes.
         shareable = request.prompt_embeds is None and not request.resumable
-        state = _State(request, shareable, lookup=Lookup(trace_of(request)))
+        options = RequestOptions.of(request.kv_transfer_params, self._wall_us)
+        if options.refused and self._log_rate.due("options"):
+            more = self._log_rate.more("options")
+            _log.warning("kvpool: request %s is only computed: %s%s", request.request_id, options.refused, more)
+        state = _State(request, shareable, options, lookup=Lookup(trace_of(request)))
         self._states[request.request_id] = state
         self._prefilling.add(request.request_id)
         self._follow_weights()
         if not self._is_shareable(state) or request.num_tokens < self._settings.chunk_tokens:
             return
         pools = self._pools_for(state, 0)
-        asked = pools or (self._link.pools if self._settings.store != STORE_NEVER else ())
+        asked = pools or (self._link.pools if self._stores_any(state) else ())
         if asked:
             self._lookups.begin(state.lookup, asked, self._hashing(state, asked), request.num_tokens, match=bool(pools))
 
@@ -332,6 +340,18 @@ class SchedulerSide:
             state.shareable &= not (state.loading or state.request.num_computed_tokens)
         _log.warning("kvpool: the weights may have changed: this engine shares %s", self._weights.shared_with())
 
+    def refusal(self, request_id: str) -> str:
+        """Why a request's parameters could not be read; empty if they could."""
+        state = self._states.get(request_id)
+        return state.options.refused if state is not None else ""
+
+    def expected_sources(self, request_id: str, token_count: int) -> dict[EngineSource, int]:
+        """Where so many tokens of a request's load are expected to come from."""
+        return self._loads.expected_sources(request_id, token_count)
+
+    def _stores_any(self, state: _State) -> bool:
+        return self._settings.store != STORE_NEVER and state.options.store
+
     def _is_shareable(self, state: _State) -> bool:
         adapter = state.request.lora_request
         if not state.shareable or adapter is None:
@@ -342,7 +362,9 @@ class SchedulerSide:
 
     def _pools_for(self, state: _State, held_tokens: int) -> tuple[AsyncPool, ...]:
         request = state.request
-        if request.skip_reading_prefix_cache or self._settings.load == LOAD_NEVER or not self._is_shareable(state):
+        if request.skip_reading_prefix_cache or self._settings.load == LOAD_NEVER or not state.options.load:
+            return ()
+        if not self._is_shareable(state):
             return ()
         if request.num_tokens - 1 - held_tokens < max(1, self._settings.min_load_tokens):
             return ()
@@ -393,7 +415,7 @@ class SchedulerSide:
         """Order stores of the leading full chunks of these groups that the pool is not known to have."""
         end_chunk = self._lasting_chunks(computed_tokens)
         lacking = [number for number in groups if state.stored_chunks[number] < end_chunk]
-        pools = self._link.pools if self._settings.store != STORE_NEVER else ()
+        pools = self._link.pools if self._stores_any(state) else ()
         if not lacking or not pools or self._now_s() < self._unready_until_s:
             return
         try:
@@ -408,7 +430,9 @@ class SchedulerSide:
                 split = self._groups[number].first_chunk(computed_tokens, self._settings.chunk_tokens)
                 split = min(max(split, begun[number]), end_chunk)
                 for chunks in (range(begun[number], split), range(split, end_chunk)):
-                    order = self._store_plans.order(state.request, number, chains[number], chunks, block_ids[number])
+                    order = self._store_plans.order(
+                        state.request, number, chains[number], chunks, block_ids[number], state.options.retention
+                    )
                     if order is not None:
                         orders.append(order)
         except Exception:  # of one request: the other orders of the step have to go out

@@ -11,6 +11,7 @@ from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.kv_groups import KvCacheGroup, first_held_chunk
 from kvpool.connectors.vllm.orders import ChunksChanged, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.request_chain import Request, trace_of
+from kvpool.core.retention import Retention
 
 
 @dataclass(slots=True)
@@ -43,9 +44,16 @@ class StorePlans:
         self._watched: dict[int, set[int]] = {}  # numbers of open stores by block
 
     def order(
-        self, request: Request, number: int, chain: Prompt, chunks: range, block_ids: Sequence[int]
+        self,
+        request: Request,
+        number: int,
+        chain: Prompt,
+        chunks: range,
+        block_ids: Sequence[int],
+        retention: Retention | None = None,
     ) -> StoreOrder | None:
-        """A store of what the pool is not known to have of these chunks, for all workers; None if that is nothing.
+        """A store of what the pool is not known to have of these chunks, for all workers; with a retention of all of
+        them, as it holds for those that are there, too. None if that is nothing.
 
         number: of the KV cache group. Chunks of which blocks have left the group's window are left out.
         """
@@ -53,7 +61,7 @@ class StorePlans:
         first_chunk, end_chunk, blocks_per_chunk = chunks.start, chunks.stop, self._chunk_tokens // group.block_tokens
         if group.window_tokens:
             first_chunk = first_held_chunk(block_ids, first_chunk, end_chunk, blocks_per_chunk)
-        first = self._known.leading(chain.hashes[:end_chunk], first_chunk)
+        first = first_chunk if retention else self._known.leading(chain.hashes[:end_chunk], first_chunk)
         if first >= end_chunk:
             return None
         self._last_number += 1
@@ -67,6 +75,7 @@ class StorePlans:
             first_chunk=first,
             end_chunk=end_chunk,
             trace=trace_of(request),
+            retention=retention,
         )
         tokens = range(first * self._chunk_tokens, end_chunk * self._chunk_tokens)
         named = number == self._named_group

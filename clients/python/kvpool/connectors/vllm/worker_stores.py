@@ -180,6 +180,7 @@ class WorkerStores:
                         blocks,
                         first_chunk=chunks.start,
                         end_chunk=chunks.stop,
+                        retention=order.retention,
                         still_valid=lambda: store.kept,
                         wait_event=work.share(point).event,
                     )

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
+from kvpool.core.chunks import Int64s
 from kvpool.core.page import HEADER_BYTES, SLOT_ALIGNMENT_BYTES
 from kvpool.core.plane_table import PlaneTable
-from kvpool.core.spans import Int64s
 from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime, Mark, Stream
 from kvpool_gpuagent.core.copy_runs import RunTable
 from kvpool_gpuagent.core.pages import CopyBatch

@@ -19,8 +19,8 @@ from typing import TypeVar
 import numpy as np
 
 from kvpool.core.cancel import CancelToken
+from kvpool.core.chunks import Int64s
 from kvpool.core.errors import KvPoolError
-from kvpool.core.spans import Int64s
 from kvpool_gpuagent.adapters.gpu.copy_paths import CopyPath, Issued, QueueStreams
 from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu.scratch import Scratch

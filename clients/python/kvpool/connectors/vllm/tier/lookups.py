@@ -1,0 +1,114 @@
+"""Which chunks the cluster has, for vLLM's scheduler: asked in one batch a step, answered in a later one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvpool.connectors.vllm.tier.jobs import ChunkStore
+from kvpool.connectors.vllm.tier.known_keys import KnownKeys
+
+_log = logging.getLogger(f"vllm.{__name__}")
+_BATCHES_MAX = 4  # asked at once; keys of further steps go together in the next one
+
+
+@dataclass(slots=True)
+class _Pending:
+    asked_s: float
+    request_ids: set[str] = field(default_factory=set)
+
+
+class TierLookups:
+    """Belongs to the scheduler's thread; nothing waits. A verdict holds for its request until that has finished."""
+
+    def __init__(self, known: KnownKeys, timeout_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
+        """timeout_s: a key that was not found so long after it was first asked for is a miss."""
+        self._known, self._timeout_s, self._now_s = known, timeout_s, now_s
+        self._verdicts: dict[str, dict[bytes, bool]] = {}
+        self._pending: dict[bytes, _Pending] = {}
+        self._unsent: list[bytes] = []
+        self._batches: list[tuple[Sequence[bytes], Future[list[bool]]]] = []
+        self.late_count = 0  # misses because no answer came in time
+
+    def verdict(self, key: bytes, request_id: str) -> bool | None:
+        """Whether the cluster has it; None: ask again in a later step."""
+        self._collect()
+        verdicts = self._verdicts.setdefault(request_id, {})
+        verdict = verdicts.get(key)
+        if verdict is not None:
+            return verdict
+        if key in self._known:
+            verdicts[key] = True
+            return True
+        now_s = self._now_s()
+        pending = self._pending.get(key)
+        if pending is None:
+            pending = self._pending[key] = _Pending(now_s)
+            self._unsent.append(key)
+        elif now_s - pending.asked_s > self._timeout_s:
+            verdicts[key] = False
+            self.late_count += 1
+            return False
+        pending.request_ids.add(request_id)
+        return None
+
+    def flush(self, store: ChunkStore) -> None:
+        """Ask what this step wanted to know, all in one."""
+        self._collect()
+        if not self._unsent or len(self._batches) >= _BATCHES_MAX:
+            return
+        keys = []
+        for key in self._unsent:
+            if self._pending[key].request_ids:
+                keys.append(key)
+            else:  # its requests have finished
+                del self._pending[key]
+        self._unsent = []
+        if keys:
+            self._batches.append((keys, store.exists(keys)))
+
+    def finish(self, request_id: str) -> None:
+        """Forget what was found for a request."""
+        self._verdicts.pop(request_id, None)
+        for pending in self._pending.values():
+            pending.request_ids.discard(request_id)
+
+    def mark_missing(self, keys: Iterable[bytes]) -> None:
+        """What could not be loaded is a miss for all requests that are there, so that none tries it for ever."""
+        for key in keys:
+            for verdicts in self._verdicts.values():
+                if key in verdicts:
+                    verdicts[key] = False
+
+    def clear(self) -> None:
+        """Forget everything; answers that are on their way are not taken."""
+        self._verdicts.clear()
+        self._pending.clear()
+        self._unsent, self._batches = [], []
+
+    def _collect(self) -> None:
+        if not any(answer.done() for _, answer in self._batches):
+            return
+        batches, self._batches = self._batches, []
+        for keys, answer in batches:
+            if answer.done():
+                self._apply(keys, answer)
+            else:
+                self._batches.append((keys, answer))
+
+    def _apply(self, keys: Sequence[bytes], answer: Future[list[bool]]) -> None:
+        found = [False] * len(keys)
+        if not answer.cancelled():
+            error = answer.exception()
+            if error is None:
+                found = answer.result()
+            else:
+                _log.warning("kvpool: a look-up of the tier failed, its chunks are misses: %s", error)
+        self._known.add(key for key, one in zip(keys, found, strict=True) if one)
+        for key, one in zip(keys, found, strict=True):
+            for request_id in self._pending.pop(key).request_ids:
+                if request_id in self._verdicts:
+                    self._verdicts[request_id].setdefault(key, one)

@@ -1,0 +1,90 @@
+"""What the tier's entry in `secondary_tiers` may hold beside `type` and `module_path`, and whose KV that makes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from kvpool.client.object_store import object_space
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_values import KeyspaceShards
+from kvpool.core.errors import InvalidRequest
+
+_ENGINE = "vllm-tier"
+_LOCALITIES = ("", "LOCAL", "REMOTE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """Of one tier. Servers share where all of the first group are equal. store: addresses, deadlines and limits."""
+
+    store: StoreConfig
+    model_revision: str  # which weights the model's name stands for: a commit, a digest, a date of your own
+    model_id: str = ""  # empty: the model as vLLM was given it, a name or a path
+    rope: Any = None  # what `--hf-overrides` changes of the rotary embeddings, as JSON
+    salt: str = ""  # whatever else must agree: attention backend, quantization, other overrides, a tenant
+    weight_version: str = ""  # set it only if the weights never change while the engine runs
+
+    lookup_timeout_s: float = 0.5  # a chunk that has not been found by then is a miss
+    store_bytes_in_flight_max: int = 0  # stores beyond it are refused; 0: a quarter of vLLM's CPU region
+    known_s: float = 60.0  # a chunk seen in the cluster is neither looked up nor offered again for so long
+    enable_kv_events: bool = False  # where vLLM publishes KV events
+    locality: str = ""  # "LOCAL" or "REMOTE": what vLLM's filters and events call this tier
+
+    def __post_init__(self) -> None:
+        if not self.model_revision:
+            raise InvalidRequest(
+                "the kvpool tier needs model_revision, as in "
+                '{"type": "KvPoolTier", "model_revision": "a commit or digest of the weights"}: vLLM does not say '
+                "which weights a model's name stands for, and KV of other weights must not be taken for KV of these"
+            )
+        for name in ("lookup_timeout_s", "known_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidRequest(f"{name} must be > 0, got {getattr(self, name)}")
+        if self.store_bytes_in_flight_max < 0:
+            raise InvalidRequest(f"store_bytes_in_flight_max must be >= 0, got {self.store_bytes_in_flight_max}")
+        if self.locality not in _LOCALITIES:
+            raise InvalidRequest(f"locality must be LOCAL or REMOTE, got {self.locality!r}")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Of the tier's JSON. raises: InvalidRequest naming a setting that is missing, unknown or wrong."""
+        own = {one.name: one for one in fields(cls) if one.name != "store"}
+        unknown = sorted(set(given) - set(own) - StoreConfig.names())
+        if unknown:
+            known = ", ".join(sorted(set(own) | StoreConfig.names()))
+            raise InvalidRequest(f"the kvpool tier has no {', '.join(unknown)}; it has {known}")
+        values: dict[str, Any] = {"model_revision": ""}
+        kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+        for name, value in given.items():
+            if name not in own:
+                continue
+            kind = str(own[name].type)
+            if kind in kinds and (not isinstance(value, kinds[kind]) or isinstance(value, bool) != (kind == "bool")):
+                raise InvalidRequest(f"{name} must be a {kind}, got {value!r}")
+            values[name] = value
+        return cls(store=StoreConfig.of(given), **values)
+
+    def space(self, facts: Mapping[str, Any], size_bytes: int, epoch: str) -> KeyspaceShards:
+        """The keyspace of chunks of size_bytes.
+
+        facts: what vLLM knows of their bytes and keys. epoch: empty at first; after a reset one of its own, so that
+        nothing from before it is found.
+        """
+        parts = {
+            "facts": facts,
+            "rope": self.rope,
+            "salt": self.salt,
+            "weights": self.weight_version,
+            "epoch": epoch,
+        }
+        return object_space(
+            _ENGINE,
+            self.model_id or str(facts["model_name"]),
+            self.model_revision,
+            size_bytes,
+            kind="offload chunk",
+            salt=[json.dumps(parts, sort_keys=True, separators=(",", ":"))],
+        )

@@ -1,0 +1,302 @@
+"""The tier below vLLM's offloading, without vLLM: whose KV it is, what is asked and offered, how jobs end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from kvpool.connectors.vllm.tier.jobs import TierJobs
+from kvpool.connectors.vllm.tier.known_keys import KnownKeys
+from kvpool.connectors.vllm.tier.lookups import TierLookups
+from kvpool.connectors.vllm.tier.settings import TierSettings
+from kvpool.core.errors import InvalidRequest, ServiceUnavailable
+
+CHUNK = 64
+ADDRESSES = {"index_endpoints": ["127.0.0.1:7100"], "pagestore": "unix:/run/kvpool/pagestore.sock"}
+FACTS = {"model_name": "org/model", "tp_size": 1, "root_hash": "00"}
+
+
+class ScriptedStore:
+    """Keeps chunks; calls end when the test says so, at once if `held` is False."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[bytes, bytes] = {}
+        self.asked: list[list[bytes]] = []
+        self.offered: list[list[bytes]] = []
+        self.held = False
+        self.error: Exception | None = None
+        self._waiting: list[Any] = []
+
+    def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        self.asked.append(list(keys))
+        return self._call(lambda: [key in self.chunks for key in keys])
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        def copy() -> list[bool]:
+            for key, buffer in zip(keys, buffers, strict=True):
+                buffer[:] = self.chunks.get(key, b"?" * CHUNK)
+            return [key in self.chunks for key in keys]
+
+        return self._call(copy)
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], written: list[int]) -> Future[list[bool]]:
+        self.offered.append(list(keys))
+
+        def copy() -> list[bool]:
+            for position, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+                if key not in self.chunks:
+                    self.chunks[key] = bytes(buffer)
+                    written.append(position)
+            return [True] * len(keys)
+
+        return self._call(copy)
+
+    def release(self) -> None:
+        """Carry out what is held."""
+        waiting, self._waiting = self._waiting, []
+        for run in waiting:
+            run()
+
+    def _call(self, work: Any) -> Future[list[bool]]:
+        answer: Future[list[bool]] = Future()
+
+        def run() -> None:
+            if self.error is not None:
+                answer.set_exception(self.error)
+            else:
+                answer.set_result(work())
+
+        if self.held:
+            self._waiting.append(run)
+        else:
+            run()
+        return answer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.s = 100.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+class World:
+    """A region of 16 chunks with a store below it."""
+
+    def __init__(self, store_chunks_max: int = 16) -> None:
+        self.clock, self.store = Clock(), ScriptedStore()
+        self.known = KnownKeys(60.0, 1000, self.clock)
+        self.memory = bytearray(b"".join(bytes([number]) * CHUNK for number in range(16)))
+        self.jobs = TierJobs(memoryview(self.memory), CHUNK, self.known, store_chunks_max * CHUNK, self.clock)
+        self.lookups = TierLookups(self.known, 0.5, self.clock)
+
+    def chunk(self, number: int) -> bytes:
+        return bytes(self.memory[number * CHUNK : (number + 1) * CHUNK])
+
+
+def keys(*names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+def settings(**given: Any) -> TierSettings:
+    return TierSettings.of({**ADDRESSES, "model_revision": "r1", **given})
+
+
+def space_id(given: TierSettings, epoch: str = "", size_bytes: int = 4096, **facts: Any) -> str:
+    return given.space({**FACTS, **facts}, size_bytes, epoch).name
+
+
+def test_a_tier_without_a_revision_is_refused_with_what_to_set() -> None:
+    with pytest.raises(InvalidRequest, match="model_revision"):
+        TierSettings.of(ADDRESSES)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"revision": "x"}, "revision"),
+        ({"known_s": 0}, "known_s"),
+        ({"known_s": "long"}, "known_s"),
+        ({"lookup_timeout_s": -1}, "lookup_timeout_s"),
+        ({"store_bytes_in_flight_max": -1}, "store_bytes_in_flight_max"),
+        ({"enable_kv_events": 1}, "enable_kv_events"),
+        ({"locality": "HERE"}, "locality"),
+        ({"pages_in_flight": 0}, "pages_in_flight"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        settings(**given)
+
+
+def test_servers_share_only_where_everything_agrees_that_kv_depends_on() -> None:
+    plain = space_id(settings())
+    assert plain == space_id(settings(lookup_timeout_s=9.0, known_s=1.0))  # those say nothing of the KV
+    others = [
+        space_id(settings(model_revision="r2")),
+        space_id(settings(model_id="another")),
+        space_id(settings(rope={"rope_type": "yarn", "factor": 4.0})),
+        space_id(settings(salt="tenant")),
+        space_id(settings(weight_version="7")),
+        space_id(settings(), epoch="after a reset"),
+        space_id(settings(), size_bytes=8192),
+        space_id(settings(), tp_size=2),
+        space_id(settings(), root_hash="01"),
+        space_id(settings(), model_name="org/other"),
+    ]
+    assert len({plain, *others}) == len(others) + 1
+
+
+def test_a_look_up_is_asked_once_a_step_and_answered_later() -> None:
+    world = World()
+    world.store.chunks[b"a"] = b"x"
+    assert [world.lookups.verdict(key, "r") for key in keys("a", "b")] == [None, None]
+    assert world.lookups.verdict(b"a", "other") is None  # the same key of another request
+    assert world.store.asked == []
+    world.lookups.flush(world.store)
+    assert world.store.asked == [keys("a", "b")]
+    assert [world.lookups.verdict(key, "r") for key in keys("a", "b")] == [True, False]
+    assert world.lookups.verdict(b"a", "other") is True
+    world.lookups.flush(world.store)
+    assert len(world.store.asked) == 1
+
+
+def test_a_chunk_that_is_not_there_is_asked_again_for_a_later_request() -> None:
+    world = World()
+    world.lookups.verdict(b"a", "first")
+    world.lookups.flush(world.store)
+    assert world.lookups.verdict(b"a", "first") is False
+    world.store.chunks[b"a"] = b"x"
+    assert world.lookups.verdict(b"a", "first") is False  # a request's answer does not change
+    assert world.lookups.verdict(b"a", "second") is None
+    world.lookups.flush(world.store)
+    assert world.lookups.verdict(b"a", "second") is True
+
+
+def test_a_look_up_without_an_answer_is_a_miss_after_its_time_and_an_answer_that_comes_late_is_kept() -> None:
+    world = World()
+    world.store.held, world.store.chunks[b"a"] = True, b"x"
+    assert world.lookups.verdict(b"a", "r") is None
+    world.lookups.flush(world.store)
+    world.clock.s += 0.4
+    assert world.lookups.verdict(b"a", "r") is None
+    world.clock.s += 0.2
+    assert world.lookups.verdict(b"a", "r") is False
+    assert world.lookups.late_count == 1
+    world.store.release()
+    assert world.lookups.verdict(b"a", "r") is False
+    assert world.lookups.verdict(b"a", "next") is True
+
+
+def test_few_look_ups_are_on_their_way_at_once_and_the_rest_goes_together() -> None:
+    world = World()
+    world.store.held = True
+    for number in range(10):
+        world.lookups.verdict(b"%d" % number, "r")
+        world.lookups.flush(world.store)
+    assert [len(batch) for batch in world.store.asked] == [1, 1, 1, 1]
+    world.store.release()
+    world.lookups.flush(world.store)
+    assert len(world.store.asked[-1]) == 6
+
+
+def test_a_finished_request_leaves_nothing_to_ask_and_a_failed_call_is_a_miss() -> None:
+    world = World()
+    world.lookups.verdict(b"a", "gone")
+    world.lookups.verdict(b"b", "stays")
+    world.lookups.finish("gone")
+    world.store.error = ServiceUnavailable("no index")
+    world.lookups.flush(world.store)
+    assert world.store.asked == [keys("b")]
+    assert world.lookups.verdict(b"b", "stays") is False
+
+
+def test_answers_from_before_a_reset_are_not_taken() -> None:
+    world = World()
+    world.store.held, world.store.chunks[b"a"] = True, b"x"
+    world.lookups.verdict(b"a", "r")
+    world.lookups.flush(world.store)
+    world.lookups.clear()
+    world.store.release()
+    world.store.held = False
+    world.store.chunks.clear()
+    assert world.lookups.verdict(b"a", "r") is None
+    world.lookups.flush(world.store)
+    assert world.lookups.verdict(b"a", "r") is False
+
+
+def test_chunks_are_stored_and_come_back_into_other_slots() -> None:
+    world = World()
+    world.jobs.store(world.store, 1, keys("a", "b"), [3, 5])
+    [stored] = world.jobs.ended()
+    assert (stored.job_id, stored.success, stored.stored, stored.moved_bytes) == (1, True, keys("a", "b"), 2 * CHUNK)
+    expected = [world.chunk(3), world.chunk(5)]
+    world.jobs.load(world.store, 2, keys("b", "a"), [0, 1])
+    [loaded] = world.jobs.ended()
+    assert (loaded.success, loaded.loaded, loaded.lost) == (True, keys("b", "a"), [])
+    assert [world.chunk(1), world.chunk(0)] == expected
+    assert world.jobs.ended() == []
+
+
+def test_what_the_cluster_has_or_is_getting_is_not_offered_again_and_its_job_ends_at_once() -> None:
+    world = World()
+    world.store.held = True
+    world.jobs.store(world.store, 1, keys("a", "b"), [0, 1])
+    world.jobs.store(world.store, 2, keys("b", "a"), [1, 0])
+    assert [job.job_id for job in world.jobs.ended()] == [2]
+    world.store.release()
+    assert [job.job_id for job in world.jobs.ended()] == [1]
+    world.jobs.store(world.store, 3, keys("a", "c"), [0, 2])
+    world.store.release()
+    assert [job.stored for job in world.jobs.ended()] == [keys("c")]
+    assert world.store.offered == [keys("a", "b"), keys("c")]
+    assert world.jobs.known_chunks == 3
+    world.clock.s += 61
+    world.jobs.store(world.store, 4, keys("a"), [0])
+    assert world.store.offered[-1] == keys("a")
+
+
+def test_stores_beyond_the_bytes_in_flight_are_refused_at_once_and_taken_later() -> None:
+    world = World(store_chunks_max=3)
+    world.store.held = True
+    world.jobs.store(world.store, 1, keys("a", "b"), [0, 1])
+    world.jobs.store(world.store, 2, keys("c", "d", "e"), [2, 3, 4])
+    world.jobs.store(world.store, 3, keys("f"), [5])
+    [refused] = world.jobs.ended()
+    assert (refused.job_id, refused.success, refused.moved_bytes) == (3, False, 0)
+    assert world.store.offered == [keys("a", "b"), keys("c")]
+    assert (world.jobs.storing_bytes, world.jobs.refused_chunks) == (3 * CHUNK, 3)
+    world.store.release()
+    assert [(job.job_id, job.success) for job in world.jobs.ended()] == [(1, True), (2, False)]
+    assert world.jobs.storing_bytes == 0
+    world.store.held = False
+    world.jobs.store(world.store, 4, keys("f"), [5])
+    assert [job.success for job in world.jobs.ended()] == [True]
+
+
+def test_a_load_names_the_chunks_that_came_and_those_are_misses_that_did_not() -> None:
+    world = World()
+    world.store.chunks |= {b"a": b"A" * CHUNK}
+    world.known.add(keys("a", "b"))
+    assert world.lookups.verdict(b"b", "r") is True
+    world.jobs.load(world.store, 1, keys("a", "b"), [0, 1])
+    [ended] = world.jobs.ended()
+    assert (ended.success, ended.loaded, ended.lost) == (False, keys("a"), keys("b"))
+    world.lookups.mark_missing(ended.lost)
+    assert world.lookups.verdict(b"b", "r") is False
+    assert b"b" not in world.known
+
+
+def test_a_copy_that_fails_ends_its_job_and_frees_its_room() -> None:
+    world = World(store_chunks_max=1)
+    world.store.error = ServiceUnavailable("the pagestore was killed")
+    world.jobs.store(world.store, 1, keys("a"), [0])
+    world.jobs.load(world.store, 2, keys("b"), [1])
+    assert [(job.job_id, job.success, job.lost) for job in world.jobs.ended()] == [(1, False, ()), (2, False, [b"b"])]
+    world.store.error = None
+    world.jobs.store(world.store, 3, keys("a"), [0])
+    assert [job.success for job in world.jobs.ended()] == [True]

@@ -1,0 +1,345 @@
+"""kvpool's tier under vLLM's own TieringOffloadingManager, with a real cluster: nothing of another prompt, weight or
+group ever comes back, and whatever fails is a miss."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import mmap
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from kvpool.testing import eventually_sync
+from tests.fixtures.direct_cluster import DirectCluster, direct_cluster
+from tests.fixtures.staging import leave_staging
+from tests.vllm.engine import REPOSITORY, VLLM_PYTHON_VARIABLE, vllm_environment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+CHUNKS = 8  # of vLLM's CPU region
+CHUNK_BYTES = 256 << 10
+PATIENT = {"lookup_timeout_s": 60.0, "store_bytes_in_flight_max": CHUNKS * CHUNK_BYTES}
+QUICK_START = (REPOSITORY / "docs/quickstart-vllm-offloading.md").read_text()
+PRINTED = QUICK_START.split("--kv-transfer-config '")[1].split("'")[0]  # each server starts with it
+_PAGE_STEP_BYTES = 1 << 14
+_numbers = itertools.count()
+_seeds = itertools.count(1)
+
+
+class VllmProcess:
+    """A process with vLLM in it that has any number of servers' managers."""
+
+    def __init__(self, log: Path, **variables: str) -> None:
+        self._log = log.open("w+b")
+        self._process = subprocess.Popen(
+            [os.environ[VLLM_PYTHON_VARIABLE], "-m", "tests.vllm.tier_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=vllm_environment() | {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"} | variables,
+            cwd=REPOSITORY,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        assert self._line() == "ready"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+        self._log.seek(0)
+        said = self._log.read().decode()
+        self._log.close()
+        assert "Failed to close" not in said, said  # vLLM could not unmap a region that a closed tier holds
+
+    def call(self, server: str, command: str, arguments: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"server": server, "command": command, "arguments": arguments}) + "\n")
+        self._process.stdin.flush()
+        told = self._line()
+        assert "error" not in told, told["error"]
+        return told["answer"]
+
+    def _line(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise AssertionError(self._log.read().decode()[-3000:])
+        return json.loads(line)
+
+
+class Server:
+    """One server of a process."""
+
+    def __init__(self, process: VllmProcess, name: str) -> None:
+        self._process, self._name = process, name
+
+    def __call__(self, command: str, **arguments: Any) -> Any:
+        return self._process.call(self._name, command, arguments)
+
+    def store(self, seed: int, count: int = 4) -> dict[str, float]:
+        counters: dict[str, float] = self("store", seed=seed, first=0, count=count)
+        return counters
+
+    def comes_back(self, seed: int, count: int = 4) -> int:
+        """How many chunks do, after vLLM has evicted its own; their bytes are right, and no other group's."""
+        self("forget")
+        return self.found(seed, count)
+
+    def found(self, seed: int, count: int = 4) -> int:
+        """As `comes_back`, with what vLLM has."""
+        told = self("look_up", seed=seed, first=0, count=count)
+        assert (told["equal"], told["controls"]) == (told["hits"], 0)
+        return int(told["hits"])
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmProcess, VllmProcess]]:
+    directory = tmp_path_factory.mktemp("vllm")
+    with VllmProcess(directory / "first.log") as first, VllmProcess(directory / "second.log") as second:
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DirectCluster]:
+    with direct_cluster(tmp_path_factory.mktemp("cluster"), "ab") as cluster:
+        yield cluster
+
+
+@contextmanager
+def server(
+    process: VllmProcess, settings: dict[str, Any], *, tp: int = 1, canonical: bool = False, **tier: Any
+) -> Iterator[Server]:
+    one = Server(process, f"server {next(_numbers)}")
+    one(
+        "open",
+        engine_id=f"tier-test-{os.getpid()}-{next(_numbers)}",
+        printed=PRINTED,
+        tier={"model_revision": "r1", **PATIENT, **settings, **tier},
+        chunk_count=CHUNKS,
+        chunk_bytes=CHUNK_BYTES,
+        tp=tp,
+        canonical=canonical,
+    )
+    try:
+        yield one
+    finally:
+        one("close")  # its region's file would stay in /dev/shm
+
+
+def shared(one: Server, seed: int, count: int = 4) -> bool:
+    """Whether all of it comes from the cluster; the index learns of new pages a moment later."""
+    return one.comes_back(seed, count) == count
+
+
+def test_the_quick_starts_json_is_complete_but_for_addresses_and_a_server_without_revision_does_not_start(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+) -> None:
+    with server(processes[0], {}) as one:  # nothing listens at its addresses
+        assert one.store(next(_seeds))["cascade_job_failures"] == 1
+        assert one.comes_back(next(_seeds)) == 0
+    with (
+        pytest.raises(AssertionError, match="model_revision"),
+        server(processes[0], cluster.settings(), model_revision=""),
+    ):
+        raise NotImplementedError("it must not start")
+
+
+def test_what_vllm_has_evicted_comes_back_with_its_bytes_and_no_other_prompts(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+) -> None:
+    seed, other = next(_seeds), next(_seeds)
+    with server(processes[0], cluster.settings(), enable_kv_events=True) as one:
+        counters = one.store(seed)
+        assert counters["stored_chunks"] == 4
+        assert [4, "STORAGE", False] in one("events")
+        assert one.comes_back(seed) == 4
+        assert one.found(other) == 0
+        counters = one("stats")
+        assert counters["loaded_chunks"] == 4
+        assert counters.get("promotion_job_failures", 0) == counters.get("cascade_job_failures", 0) == 0
+
+
+def test_two_servers_share_and_a_server_that_starts_again_finds_what_was_stored(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+) -> None:
+    seed = next(_seeds)
+    with server(processes[0], cluster.settings("a")) as one:
+        one.store(seed)
+    with server(processes[1], cluster.settings("b")) as two:
+        eventually_sync(lambda: shared(two, seed))
+    with server(processes[0], cluster.settings("a")) as again:
+        assert again.found(seed) == 4
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model_revision": "r2"}, {"salt": "x"}, {"rope": {"factor": 2}}, {"weight_version": "2"}, {"tp": 2}]
+)
+def test_servers_that_differ_in_what_kv_depends_on_share_nothing(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster, changes: dict[str, Any]
+) -> None:
+    seed = next(_seeds)
+    with (
+        server(processes[0], cluster.settings("a")) as one,
+        server(processes[1], cluster.settings("a")) as same,
+        server(processes[1], cluster.settings("a"), **changes) as other,
+    ):
+        one.store(seed)
+        eventually_sync(lambda: shared(same, seed))
+        assert other.found(seed) == 0
+
+
+def test_a_canonical_layout_is_shared_across_tensor_parallel_degrees(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+) -> None:
+    seed = next(_seeds)
+    with (
+        server(processes[0], cluster.settings("a"), canonical=True) as one,
+        server(processes[1], cluster.settings("a"), canonical=True, tp=2) as two,
+        server(processes[1], cluster.settings("a")) as direct,
+    ):
+        one.store(seed)
+        eventually_sync(lambda: shared(two, seed))
+        assert direct.found(seed) == 0
+
+
+def test_another_seed_of_vllms_hashes_shares_nothing(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster, tmp_path: Path
+) -> None:
+    seed = next(_seeds)
+    with (
+        VllmProcess(tmp_path / "seeded.log", PYTHONHASHSEED="7") as seeded,
+        server(processes[0], cluster.settings("a")) as one,
+        server(seeded, cluster.settings("a")) as other,
+    ):
+        one.store(seed)
+        assert other.found(seed) == 0
+
+
+def test_a_reset_serves_nothing_from_before_and_shares_nothing_after(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+) -> None:
+    seed, later = next(_seeds), next(_seeds)
+    with (
+        server(processes[0], cluster.settings("a")) as one,
+        server(processes[1], cluster.settings("a")) as two,
+    ):
+        one.store(seed)
+        eventually_sync(lambda: shared(two, seed))
+        one("begin_store", seed=later, first=0, count=4)  # the reset finds its job running
+        assert one("reset")["resets"] == 1
+        assert one.found(seed) == one.found(later) == 0
+        one.store(seed)  # of the new weights
+        assert one.comes_back(seed) == 4
+        third = next(_seeds)
+        one.store(third)
+        assert two.found(third) == 0
+
+
+def test_with_a_weight_version_a_reset_keeps_what_is_stored(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+) -> None:
+    seed = next(_seeds)
+    with server(processes[0], cluster.settings("a"), weight_version="7") as one:
+        one.store(seed)
+        one("reset")
+        assert one.found(seed) == 4
+
+
+def test_stores_beyond_the_bytes_in_flight_are_refused_and_pin_nothing(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+) -> None:
+    seed = next(_seeds)
+    settings = cluster.settings("a", store_bytes_in_flight_max=2 * CHUNK_BYTES)
+    with server(processes[0], settings) as one:
+        counters = one.store(seed, CHUNKS)
+        assert (counters["refused_store_chunks"], counters["cascade_job_failures"]) == (CHUNKS - 2, 1)
+        assert one.store(next(_seeds), 2)["refused_store_chunks"] == CHUNKS - 2
+        assert one.comes_back(seed, CHUNKS) == 2
+
+
+def test_a_damaged_page_is_a_miss(processes: tuple[VllmProcess, VllmProcess], tmp_path: Path) -> None:
+    seed = next(_seeds)
+    with direct_cluster(tmp_path) as cluster:
+        with server(processes[0], cluster.settings()) as one:
+            one.store(seed)
+            asyncio.run(leave_staging(cluster.store().ready["endpoint"]))
+            for path in tmp_path.rglob("*.pages"):
+                with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+                    for offset in range(_PAGE_STEP_BYTES // 2, len(memory), _PAGE_STEP_BYTES):
+                        memory[offset] ^= 0xFF
+                    memory.flush()
+        with server(processes[1], cluster.settings()) as two:
+            assert two.found(seed) == 0
+            assert two("stats")["promotion_job_failures"] == 1
+
+
+def test_jobs_under_a_pagestore_that_stands_still_end_when_it_is_killed(
+    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path
+) -> None:
+    seed = next(_seeds)
+    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings()) as one:
+        one.store(seed)
+        one("forget")
+        cluster.store().send(signal.SIGSTOP)
+        assert one("begin_load", seed=seed, first=0, count=4) == 4
+        one("begin_store", seed=next(_seeds), first=0, count=4)
+        cluster.store().kill()
+        counters = one("settle")
+        assert (counters["promotion_job_failures"], counters["cascade_job_failures"]) == (1, 1)
+        assert one.found(seed) == 0
+
+
+def test_a_reset_waits_no_longer_than_the_time_limits_of_a_pagestore_that_stands_still(
+    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path
+) -> None:
+    limits: dict[str, Any] = dict.fromkeys(
+        ("load_timeout_s", "store_timeout_s", "connect_timeout_s", "room_wait_s"), 0.5
+    )
+    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings(**limits)) as one:
+        eventually_sync(lambda: one.store(next(_seeds)).get("stored_chunks", 0) > 0)
+        cluster.store().send(signal.SIGSTOP)
+        try:
+            one("begin_store", seed=next(_seeds), first=0, count=4)
+            counters = one("reset")
+        finally:
+            cluster.store().send(signal.SIGCONT)
+        assert counters["resets"] == 1 and counters["cascade_job_failures"] >= 1
+
+        def serves_again() -> bool:
+            seed = next(_seeds)
+            one.store(seed)
+            return shared(one, seed)
+
+        eventually_sync(serves_again)
+
+
+def test_a_pagestore_killed_in_the_middle_of_jobs_costs_misses_and_comes_back(
+    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path
+) -> None:
+    seed, second, third = next(_seeds), next(_seeds), next(_seeds)
+    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings(load_timeout_s=5.0)) as one:
+        one.store(seed)
+        one("begin_store", seed=second, first=0, count=CHUNKS)
+        cluster.store().kill()
+        one("settle")  # every job ends, and once: vLLM's assertions end the manager otherwise
+        assert one.comes_back(seed) == 0
+        cluster.store().start()
+        cluster.store().wait_ready()
+
+        def serves_again() -> bool:
+            one.store(third)
+            return shared(one, third)
+
+        eventually_sync(serves_again)
