@@ -72,7 +72,7 @@ async def test_names_that_are_refused(index: RunningIndex, name: str) -> None:
 
 async def test_specs_that_are_refused(index: RunningIndex) -> None:
     hybrid = spec()
-    hybrid.groups[0].attention = common_pb2.ATTENTION_KIND_SLIDING_WINDOW
+    hybrid.groups[0].attention = common_pb2.ATTENTION_KIND_STATE_SPACE
     cases = [
         (spec(model_id=""), errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
         (spec(codec=common_pb2.CODEC_UNSPECIFIED), errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from kvpool.connectors.vllm.kv_groups import KvCacheGroup
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.scheduler import SchedulerSide
 from kvpool.connectors.vllm.settings import VllmSettings
@@ -45,7 +46,7 @@ class Scheduler:
         self.side.on_new_request(self.request)
         await eventually(partial(_planned, self.side, self.request))
         tokens = self.side.matched_tokens(self.request, 0)
-        self.side.build({}, (), lambda _: BLOCKS)
+        self.side.build({}, (), lambda _: [BLOCKS])
         await eventually(lambda: self.held == CHUNKS)
         assert tokens is not None
         return tokens
@@ -58,16 +59,19 @@ async def scheduler() -> AsyncIterator[Scheduler]:
         world.index.answer = world.pages_here
         engine = EngineProcess(agent.endpoint)
         worker = await engine.open()
-        link = PoolLink(lambda: replace(engine.plan, regions=(), match_only=True), CLIENT)
-        await eventually(lambda: link.pool is not None)
-        assert link.pool is not None
+        link = PoolLink(lambda: [replace(engine.plan, regions=(), match_only=True)], CLIENT)
+        await eventually(lambda: link.pools)
         request = a_request(CHUNKS * SPEC.chunk_tokens + 1)
-        chain = link.pool.prompt(request.all_token_ids)
+        chain = link.pools[0].prompt(request.all_token_ids)
         engine.compute(chain, range(CHUNKS))
         await store_span(worker, engine.span(chain, range(CHUNKS)))
         settings = VllmSettings(agent=agent.endpoint, chunk_tokens=SPEC.chunk_tokens, min_load_tokens=1)
         side = SchedulerSide(
-            settings, link, block_tokens=BLOCK_TOKENS, chunk_bytes=1 << 17, worker_count=1, shares_blocks=True
+            settings,
+            link,
+            [KvCacheGroup(block_tokens=BLOCK_TOKENS, chunk_bytes=1 << 17)],
+            worker_count=1,
+            shares_blocks=True,
         )
         yield Scheduler(side, request, world, agent)
         assert await asyncio.to_thread(link.close)
@@ -78,8 +82,8 @@ async def scheduler() -> AsyncIterator[Scheduler]:
 
 async def test_a_lease_is_held_while_the_request_waits_and_until_its_load_has_ended(scheduler: Scheduler) -> None:
     tokens = await scheduler.waits()
-    scheduler.side.allocated(scheduler.request, BLOCKS, tokens)
-    scheduler.side.build({}, (), lambda _: BLOCKS)
+    scheduler.side.allocated(scheduler.request, [BLOCKS], tokens)
+    scheduler.side.build({}, (), lambda _: [BLOCKS])
     assert scheduler.held == CHUNKS
     scheduler.side.received(["r"])
     await eventually(lambda: not scheduler.held)
@@ -87,7 +91,7 @@ async def test_a_lease_is_held_while_the_request_waits_and_until_its_load_has_en
 
 async def test_an_aborted_request_has_no_lease(scheduler: Scheduler) -> None:
     await scheduler.waits()
-    scheduler.side.finished(scheduler.request, [], "FINISHED_ABORTED")
+    scheduler.side.finished(scheduler.request, [[]], "FINISHED_ABORTED")
     await eventually(lambda: not scheduler.held)
 
 
@@ -95,8 +99,8 @@ async def test_a_lease_that_is_given_back_before_it_was_sent_is_not_kept(schedul
     side, request = scheduler.side, scheduler.request
     side.on_new_request(request)
     await eventually(partial(_planned, side, request))
-    side.build({}, (), lambda _: BLOCKS)
-    side.finished(request, [], "FINISHED_ABORTED")
+    side.build({}, (), lambda _: [BLOCKS])
+    side.finished(request, [[]], "FINISHED_ABORTED")
     await eventually(lambda: scheduler.leased_chunks == CHUNKS)
     await eventually(lambda: not scheduler.held)
 

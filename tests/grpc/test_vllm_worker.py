@@ -16,6 +16,7 @@ from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
+from kvpool.connectors.vllm.worker_stores import WorkerGroup
 from kvpool.core.geometry import OpaqueLayout, PayloadKind
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.partition import rank_part
@@ -117,21 +118,18 @@ def rank(
         layout=memory.layout,
         regions=memory.regions,
     )
-    link = PoolLink(lambda: plan, CLIENT)
+    link = PoolLink(lambda: [plan], CLIENT)
     worker = WorkerSide(
         VllmSettings(agent=endpoint, chunk_tokens=CHUNK),
         link,
-        memory.work,
-        block_tokens=BLOCK,
-        chunk_bytes=1,
+        [WorkerGroup(block_tokens=BLOCK, chunk_bytes=1, work=memory.work, split=memory.split)],
         load_only=False,
-        split=memory.split,
     )
     return Rank(tensors, memory, link, worker)
 
 
 async def opened(*ranks: Rank) -> None:
-    await eventually(lambda: all(one.link.pool is not None for one in ranks))
+    await eventually(lambda: all(one.link.pools for one in ranks))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,41 @@ def make_model(directory: Path, *, layers: int = 4, width: int = 256, heads: int
     return directory
 
 
+def make_windowed_model(directory: Path, *, window_tokens: int = 160, full_layers: Sequence[int] = (1, 5)) -> Path:
+    """Save a Gemma 3 of 6 layers with fixed random weights, all but some of them with a sliding window. vLLM makes KV
+    cache groups of two layers each: two of windows, one of full attention."""
+    import torch
+    import transformers
+
+    kinds = ["full_attention" if number in full_layers else "sliding_attention" for number in range(6)]
+    config = transformers.Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=len(kinds),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        sliding_window=window_tokens,
+        query_pre_attn_scalar=64,
+        layer_types=kinds,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.Gemma3ForCausalLM(config)
+        for name, parameter in model.named_parameters():  # as in tiny_models: a wrong chunk changes tokens
+            if parameter.dim() == 2:
+                gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+                parameter.data.normal_(std=gain / parameter.shape[1] ** 0.5)
+    model.save_pretrained(directory)
+    return directory
+
+
 def prompt(token_count: int, seed: int) -> list[int]:
     """Random token ids."""
     tokens: list[int] = np.random.default_rng(seed).integers(1, VOCABULARY, token_count).tolist()

@@ -18,6 +18,7 @@ from kvpool.connectors.vllm.engine_work import EngineWork
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
+from kvpool.connectors.vllm.worker_stores import WorkerGroup
 from kvpool.core.ipc import EngineEvent, IpcEvent
 from kvpool.testing import eventually_sync
 
@@ -28,7 +29,7 @@ class Link:
     """A loop of its own."""
 
     def __init__(self, pool: SlowPool) -> None:
-        self.pool, self.loop = pool, BackgroundLoop("test stores")
+        self.pools, self.loop = (pool,), BackgroundLoop("test stores")
 
     def start(self, work: Any, trace: Any = None) -> Any:
         return self.loop.start(work)
@@ -106,9 +107,7 @@ class World:
         self.side = WorkerSide(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
             self.link,  # type: ignore[arg-type]
-            self.work,
-            block_tokens=BLOCK,
-            chunk_bytes=CHUNK_BYTES,
+            [WorkerGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, work=self.work)],
             load_only=False,
             loads_wait=loads_wait,
             now_s=lambda: self.now_s,

@@ -47,6 +47,10 @@ class SlidingWindowSpec(FullAttentionSpec):
     """Another kind."""
 
 
+class MambaSpec(FullAttentionSpec):
+    """A kind that is not served."""
+
+
 def configured(
     *,
     tp: int = 1,
@@ -126,6 +130,12 @@ def groups(*specs: Any, names: list[str] = TARGET) -> Any:
     )
 
 
+def the_facts(config: Any, caches: Any) -> CacheFacts:
+    """Of an engine with one KV cache group."""
+    (facts,) = cache_facts(config, caches)
+    return facts
+
+
 def with_draft(*names: str) -> Any:
     """The one group of a drafter whose layers have the model's shape, in the order in which vLLM makes them."""
     return groups(FullAttentionSpec(), names=[*TARGET, *names])
@@ -145,7 +155,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpus_blocks_are_rows_that_any_split_can_read() -> None:
-    facts = cache_facts(configured(tp=2), groups(FullAttentionSpec()))
+    facts = the_facts(configured(tp=2), groups(FullAttentionSpec()))
     assert facts == ROWS
     spec = model_spec(SETTINGS, configured(tp=2), facts)
     assert spec == model_spec(SETTINGS, configured(tp=1), replace(facts, head_count=8, block_tokens=32))
@@ -160,6 +170,74 @@ def test_a_cpus_blocks_are_shared_by_like_engines_only() -> None:
     assert "9.9" in spec.opaque.layout_id
     for other in (replace(facts, isa="amx"), replace(facts, block_tokens=32)):
         assert model_spec(SETTINGS, configured(), other) != spec
+
+
+def hybrid(*kinds: Any, layers: str = "01010101") -> Any:
+    """KV cache groups of a model of 8 layers, each in the group that its digit numbers."""
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(
+                kv_cache_spec=kind,
+                layer_names=[name for name, at in zip(TARGET, layers, strict=True) if at == str(number)],
+            )
+            for number, kind in enumerate(kinds)
+        ]
+    )
+
+
+WINDOW = SlidingWindowSpec(sliding_window=128)
+
+
+def test_each_group_of_layers_is_a_keyspace_of_its_own() -> None:
+    config = configured(tp=2)
+    windows, full, others = cache_facts(config, hybrid(WINDOW, FullAttentionSpec(), WINDOW, layers="01201200"))
+    assert [facts.layer_numbers for facts in (windows, full, others)] == [(0, 3, 6, 7), (1, 4), (2, 5)]
+    assert [facts.window_tokens for facts in (windows, full, others)] == [128, 0, 128]
+    specs = [model_spec(SETTINGS, config, facts) for facts in (windows, full, others)]
+    assert [spec.group.layers for spec in specs] == [4, 2, 2]
+    assert [spec.group.attention.name for spec in specs] == ["SLIDING_WINDOW", "FULL", "SLIDING_WINDOW"]
+    again = model_spec(SETTINGS, config, replace(others, layer_numbers=(2, 6)))
+    assert len({spec.salt for spec in (*specs, again)}) == 4, "layers of equal shape have other KV"
+    names = [keyspace_name(SETTINGS, spec, facts) for spec, facts in zip(specs, (windows, full, others), strict=True)]
+    assert [name.rpartition("-")[2] for name in names] == ["layer0", "layer1", "layer2"]
+
+
+def test_windows_alone_are_one_keyspace() -> None:
+    config = configured(tp=2)
+    facts = the_facts(config, groups(WINDOW))
+    spec = model_spec(SETTINGS, config, facts)
+    assert (spec.group.layers, spec.group.window_tokens) == (8, 128)
+    assert spec != model_spec(SETTINGS, config, the_facts(config, groups(FullAttentionSpec())))
+
+
+def test_windows_that_vllm_promotes_keep_all_tokens() -> None:
+    facts = the_facts(configured(tp=2), groups(FullAttentionSpec(sliding_window=128)))
+    assert facts == ROWS
+
+
+@pytest.mark.parametrize(
+    ("caches", "names"),
+    [
+        (hybrid(WINDOW, MambaSpec()), "2 KV cache groups is of MambaSpec"),
+        (hybrid(WINDOW, FullAttentionSpec(head_size=128)), "4 KV heads x 128 elements"),
+        (hybrid(WINDOW, FullAttentionSpec(num_kv_heads=2)), "2 KV heads x 64 elements"),
+        (hybrid(WINDOW, FullAttentionSpec(page_size_padded=1 << 20)), "equal ones"),
+        (hybrid(WINDOW, FullAttentionSpec(), layers="0101010x"), "7 layers have KV of their own, the model has 8"),
+    ],
+)
+def test_groups_that_cannot_be_shared_are_named(caches: Any, names: str) -> None:
+    with pytest.raises(GeometryUnsupported, match=names):
+        cache_facts(configured(tp=2), caches)
+
+
+def test_groups_beside_a_drafter_or_a_pipeline_are_named() -> None:
+    caches = hybrid(WINDOW, FullAttentionSpec())
+    with pytest.raises(GeometryUnsupported, match="2 KV cache groups and a drafter"):
+        cache_facts(configured(tp=2, drafter=a_drafter()), caches)
+    config = configured(tp=2)
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(GeometryUnsupported, match="2 KV cache groups and a pipeline"):
+        cache_facts(config, caches)
 
 
 def test_mla_is_one_latent() -> None:
@@ -244,7 +322,7 @@ OWN_NUMBERS = "mtp.layers.0.self_attn.attn"
 @pytest.mark.parametrize("draft", [EAGLE, MTP, OWN_NUMBERS])
 def test_a_drafters_layers_come_behind_the_models(draft: str) -> None:
     config, cache = configured(drafter=a_drafter()), with_draft(draft)
-    facts = cache_facts(config, cache)
+    facts = the_facts(config, cache)
     spec = model_spec(SETTINGS, config, facts)
     assert (facts.draft_layers, spec.group.layers) == (1, 9)
     assert part_of_rank(spec, config, 0).layers == range(9)
@@ -264,7 +342,7 @@ def test_mla_with_mtp() -> None:
     drafter = a_drafter("mtp", model="org/model", use_mla=True)
     config = configured(mla=True, drafter=drafter)
     latent = FullAttentionSpec(num_kv_heads=1, head_size=576, head_size_v=0, page_size_bytes=16 * 576 * 2)
-    facts = cache_facts(config, groups(latent, names=[*TARGET, MTP]))
+    facts = the_facts(config, groups(latent, names=[*TARGET, MTP]))
     group = model_spec(SETTINGS, config, facts).group
     assert (group.layers, group.latent_dim, facts.volatile_tokens) == (9, 576, 1)
 
@@ -272,7 +350,7 @@ def test_mla_with_mtp() -> None:
 def test_engines_with_other_drafters_or_none_do_not_mix() -> None:
     def spec(cache: Any, drafter: Any) -> Any:
         config = configured(drafter=drafter)
-        return model_spec(SETTINGS, config, cache_facts(config, cache))
+        return model_spec(SETTINGS, config, the_facts(config, cache))
 
     alone, one = spec(groups(FullAttentionSpec()), None), spec(with_draft(EAGLE), a_drafter())
     assert one == spec(with_draft(EAGLE), a_drafter())
@@ -292,7 +370,7 @@ def test_engines_with_other_drafters_or_none_do_not_mix() -> None:
 def test_what_a_drafter_writes_into_its_config_does_not_part_workers_from_the_scheduler() -> None:
     drafter = a_drafter()
     config = configured(drafter=drafter)
-    facts = cache_facts(config, with_draft(EAGLE))
+    facts = the_facts(config, with_draft(EAGLE))
     scheduler = model_spec(SETTINGS, config, facts)
     drafter.draft_model_config.hf_text_config.to_dict().update(draft_vocab_size=32000, target_layer_count=8)
     assert model_spec(SETTINGS, config, facts) == scheduler
@@ -300,7 +378,7 @@ def test_what_a_drafter_writes_into_its_config_does_not_part_workers_from_the_sc
 
 def test_a_chain_of_mtp_modules_leaves_more_tokens_that_may_change() -> None:
     config = configured(drafter=a_drafter("mtp", modules=3))
-    assert cache_facts(config, with_draft(MTP)).volatile_tokens == 3
+    assert the_facts(config, with_draft(MTP)).volatile_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -314,19 +392,19 @@ def test_a_chain_of_mtp_modules_leaves_more_tokens_that_may_change() -> None:
 )
 def test_drafters_that_are_not_served_are_named(drafter: Any, cache: Any, names: str) -> None:
     with pytest.raises(GeometryUnsupported, match=names):
-        cache_facts(configured(drafter=drafter), cache)
+        the_facts(configured(drafter=drafter), cache)
 
 
 def test_a_drafter_beside_a_pipeline_is_named() -> None:
     config = configured(drafter=a_drafter())
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(GeometryUnsupported, match="pipeline"):
-        cache_facts(config, with_draft(EAGLE))
+        the_facts(config, with_draft(EAGLE))
 
 
 def test_a_drafters_weights_must_be_known_before_anything_is_shared() -> None:
     config = configured(drafter=a_drafter(hf_config=SimpleNamespace(_commit_hash=None)))
-    facts = cache_facts(config, with_draft(EAGLE))
+    facts = the_facts(config, with_draft(EAGLE))
     assert model_spec(SETTINGS, config, facts, read_weights=False).group.layers == 9
     with pytest.raises(InvalidRequest, match="org/drafter"):
         model_spec(SETTINGS, config, facts)
@@ -335,9 +413,9 @@ def test_a_drafters_weights_must_be_known_before_anything_is_shared() -> None:
 @pytest.mark.parametrize(
     ("specs", "names"),
     [
-        ([FullAttentionSpec(), FullAttentionSpec()], "2 KV cache groups"),
-        ([SlidingWindowSpec()], "SlidingWindowSpec"),
-        ([FullAttentionSpec(sliding_window=128)], "sliding-window"),
+        ([MambaSpec()], "MambaSpec"),
+        ([FullAttentionSpec(attention_chunk_size=128)], "chunked local"),
+        ([SlidingWindowSpec(sliding_window=128, extra_retained_tokens=2)], "drafter .* sliding windows"),
         ([FullAttentionSpec(dtype=torch.uint8)], "uint8"),
         ([FullAttentionSpec(page_size_bytes=1001)], "1001 bytes"),
         ([FullAttentionSpec(non_causal=True)], "later ones"),
@@ -349,7 +427,7 @@ def test_a_drafters_weights_must_be_known_before_anything_is_shared() -> None:
 )
 def test_what_cannot_be_shared_is_named(specs: list[Any], names: str) -> None:
     with pytest.raises(GeometryUnsupported, match=names):
-        cache_facts(configured(), groups(*specs))
+        the_facts(configured(), groups(*specs))
 
 
 FP8_PER_TENSOR, PER_TOKEN_HEAD = 1, 3  # of vLLM's KVQuantMode
@@ -372,17 +450,17 @@ def fp8_blocks(**values: Any) -> FullAttentionSpec:
 )
 def test_fp8_caches_are_bytes_whose_scales_are_the_checkpoints(cache_dtype: str, dtype: Dtype) -> None:
     config = configured(cache_dtype=cache_dtype)
-    facts = cache_facts(config, groups(fp8_blocks()))
+    facts = the_facts(config, groups(fp8_blocks()))
     assert facts.row_bytes == 2 * 64
     spec = model_spec(SETTINGS, config, facts)
     assert (spec.dtype, spec.engine_row_bytes, spec.codec) == (dtype, 64, Codec.RAW)
     assert spec.salt != model_spec(SETTINGS, configured(), ROWS).salt
-    assert "fp8" in keyspace_name(SETTINGS, spec)
+    assert "fp8" in keyspace_name(SETTINGS, spec, ROWS)
 
 
 def test_two_names_of_one_element_type_share() -> None:
     specs = [
-        model_spec(SETTINGS, config, cache_facts(config, groups(fp8_blocks())))
+        model_spec(SETTINGS, config, the_facts(config, groups(fp8_blocks())))
         for config in (configured(cache_dtype="fp8"), configured(cache_dtype="fp8_e4m3"))
     ]
     assert specs[0] == specs[1]
@@ -392,7 +470,7 @@ def test_two_names_of_one_element_type_share() -> None:
 def test_an_mla_latent_in_fp8() -> None:
     config = configured(mla=True, cache_dtype="fp8")
     latent = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 0, "page_size_bytes": 16 * 576}
-    facts = cache_facts(config, groups(fp8_blocks(**latent, cache_dtype_str="fp8")))
+    facts = the_facts(config, groups(fp8_blocks(**latent, cache_dtype_str="fp8")))
     assert model_spec(SETTINGS, config, facts).group.latent_dim == 576
 
 
@@ -410,12 +488,12 @@ def test_caches_whose_scales_are_each_engines_own_are_named(
     config: dict[str, Any], spec: dict[str, Any], names: str
 ) -> None:
     with pytest.raises(GeometryUnsupported, match=names):
-        cache_facts(configured(**config), groups(fp8_blocks(**spec)))
+        the_facts(configured(**config), groups(fp8_blocks(**spec)))
 
 
 def test_other_devices_are_named() -> None:
     with pytest.raises(GeometryUnsupported, match="xpu"):
-        cache_facts(configured(device="xpu"), groups(FullAttentionSpec()))
+        the_facts(configured(device="xpu"), groups(FullAttentionSpec()))
 
 
 def test_context_parallelism_is_named() -> None:
@@ -423,7 +501,7 @@ def test_context_parallelism_is_named() -> None:
         config = configured()
         setattr(config.parallel_config, ways, 2)
         with pytest.raises(GeometryUnsupported, match="context parallelism"):
-            cache_facts(config, groups(FullAttentionSpec()))
+            the_facts(config, groups(FullAttentionSpec()))
 
 
 def test_chunks_are_whole_blocks() -> None:
@@ -468,6 +546,6 @@ def test_degrees_that_the_grid_cannot_serve_are_named(monkeypatch: pytest.Monkey
 
 def test_a_name_is_one_that_the_index_takes() -> None:
     spec = model_spec(replace(SETTINGS, model_id="Org/" + "long model@name " * 9), configured(), ROWS)
-    name = keyspace_name(SETTINGS, spec)
+    name = keyspace_name(SETTINGS, spec, ROWS)
     assert re.fullmatch(r"[A-Za-z0-9._:/-]{1,128}", name)
-    assert keyspace_name(replace(SETTINGS, keyspace_name="chat"), spec) == "chat"
+    assert keyspace_name(replace(SETTINGS, keyspace_name="chat"), spec, ROWS) == "chat"

@@ -41,7 +41,7 @@ def test_a_request_without_blocks_leases_what_it_will_load_until_the_load_has_en
         world.build()
     assert len(world.link.pool.leases) == 1
     assert tokens
-    world.side.allocated(request, BLOCKS, tokens)
+    world.side.allocated(request, [BLOCKS], tokens)
     orders = world.build()
     assert leased(world) == [range(1, 3)]
     world.ended(orders, 2)
@@ -104,7 +104,7 @@ def test_a_lease_ends_with_its_request(in_step: bool) -> None:
     request = waiting(world)
     if in_step:
         world.side.matched_tokens(request, 0)
-    world.side.finished(request, [], "FINISHED_ABORTED")
+    world.side.finished(request, [[]], "FINISHED_ABORTED")
     world.build()
     assert leased(world) == []
     assert len(world.link.pool.leases) == 1
@@ -123,7 +123,7 @@ def test_a_lease_that_begins_late_ends_all_the_same() -> None:
     world.match(request)
     world.link.held = True
     world.build()
-    world.side.finished(request, [], "FINISHED_ABORTED")
+    world.side.finished(request, [[]], "FINISHED_ABORTED")
     assert world.link.pool.leases == []
     world.link.go()
     assert [lease.ended for lease in world.link.pool.leases] == [True]
@@ -181,7 +181,7 @@ def test_a_lease_that_is_refused_costs_nothing(error: InvalidRequest | ServiceUn
     request = waiting(world)
     tokens = world.side.matched_tokens(request, 0)
     assert tokens == 96
-    world.side.allocated(request, BLOCKS, tokens)
+    world.side.allocated(request, [BLOCKS], tokens)
     orders = world.build()
     world.ended(orders, 3)
     assert len(orders.loads) == 1

@@ -36,17 +36,17 @@ def test_the_pools_thread_need_not_wait_long_for_the_engines(before_s: float, af
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(before_s)
     try:
-        PoolLink(a_plan, NOWHERE).close()
+        PoolLink(lambda: [a_plan()], NOWHERE).close()
         assert sys.getswitchinterval() == pytest.approx(after_s, rel=0.05)
     finally:
         sys.setswitchinterval(interval_s)
 
 
 def test_an_agent_that_is_not_there_is_said_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    link = PoolLink(a_plan, NOWHERE)
+    link = PoolLink(lambda: [a_plan()], NOWHERE)
     assert link.wait_tried(10)
     assert "until the agent can be reached" in caplog.text
-    assert link.pool is None
+    assert not link.pools
     assert link.close()
     assert caplog.text.count("until the agent can be reached") == 1
 
@@ -55,24 +55,24 @@ def test_an_agent_that_is_not_there_is_said_once_and_tried_again(caplog: pytest.
 def test_an_engine_that_cannot_be_served_says_why_and_goes_on(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def plan() -> EngineRegistration:
+    def plans() -> list[EngineRegistration]:
         raise error
 
-    link = PoolLink(plan, NOWHERE)
+    link = PoolLink(plans, NOWHERE)
     assert link.wait_tried(10)
     assert str(error) in caplog.text
-    assert link.pool is None
+    assert not link.pools
     assert link.close()
 
 
 def test_an_agent_that_is_not_found_yet_is_looked_for_again(caplog: pytest.LogCaptureFixture) -> None:
     looked = threading.Semaphore(0)
 
-    def plan() -> EngineRegistration:
+    def plans() -> list[EngineRegistration]:
         looked.release()
         raise ServiceUnavailable("no agent of GPU-a announces itself")
 
-    link = PoolLink(plan, replace(NOWHERE, backoff_initial_s=0.001, backoff_max_s=0.001))
+    link = PoolLink(plans, replace(NOWHERE, backoff_initial_s=0.001, backoff_max_s=0.001))
     assert all(looked.acquire(timeout=10) for _ in range(3))
     assert link.wait_tried(10)
     assert link.close()
@@ -80,7 +80,7 @@ def test_an_agent_that_is_not_found_yet_is_looked_for_again(caplog: pytest.LogCa
 
 
 def test_nothing_can_be_begun_after_the_end() -> None:
-    link = PoolLink(a_plan, NOWHERE)
+    link = PoolLink(lambda: [a_plan()], NOWHERE)
     link.close()
     assert link.close()
 

@@ -93,12 +93,12 @@ def test_an_agent_that_lets_loads_be_late_is_asked_now_and_then_only() -> None:
         tokens = world.match(request)
         if tokens:
             loads += 1
-            world.side.allocated(request, BLOCKS, tokens)
+            world.side.allocated(request, [BLOCKS], tokens)
             orders = world.build()
             world.clock.advance(0.8)
             world.ended(orders, 0, late=True)
         world.build()
-        world.side.finished(request, [], "FINISHED_ABORTED")
+        world.side.finished(request, [[]], "FINISHED_ABORTED")
         world.clock.advance(0.2)  # five requests a second
     assert 20 <= loads <= 80  # pauses are jittered
 
@@ -151,7 +151,7 @@ def test_steps_that_wait_for_layers_do_not_say_how_fast_the_engine_computes() ->
     request = a_request(400)
     tokens = world.match(request)
     assert tokens == 96
-    world.side.allocated(request, BLOCKS, tokens)
+    world.side.allocated(request, [BLOCKS], tokens)
     orders = world.build({"r": 304})
     world.clock.advance(2.0)
     world.ended(orders, 3)
@@ -163,7 +163,7 @@ def test_a_request_that_ends_with_the_step_that_loaded_its_layers_is_stored() ->
     request = a_request(140)
     world.load(request)
     request.num_computed_tokens = 140
-    assert world.side.finished(request, BLOCKS, "FINISHED_LENGTH_CAPPED")  # vLLM says this before the load's end
+    assert world.side.finished(request, [BLOCKS], "FINISHED_LENGTH_CAPPED")  # vLLM says this before the load's end
     assert [(order.first_chunk, order.end_chunk) for order in world.build().stores] == [(3, 4)]
 
 
@@ -181,6 +181,6 @@ def test_tokens_are_named_only_if_somebody_asks_for_them() -> None:
     request = a_request(100)
     world.match(request)
     request.num_computed_tokens = 99
-    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     world.stored(world.build())
     assert world.side.take_changes() == []

@@ -72,7 +72,7 @@ def test_a_request_that_is_not_to_be_loaded_is_computed_and_stored() -> None:
     request = a_request(100, kv_transfer_params={"kvpool": {"load": False}})
     assert world.match(request) == 0
     request.num_computed_tokens = 99
-    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert len(world.build().stores) == 1
 
 
@@ -83,7 +83,7 @@ def test_a_request_that_is_not_to_be_stored_is_not(store: str) -> None:
     assert world.match(request) == 2 * CHUNK
     assert world.build({"r": 136}).stores == []
     request.num_computed_tokens = 199
-    assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert world.build().stores == []
 
 
@@ -92,7 +92,7 @@ def test_a_retention_goes_with_the_store_of_all_chunks_those_in_the_pool_include
     request = a_request(200, kv_transfer_params={"kvpool": {"ttl_s": 60, "priority": 7}})
     world.match(request)
     request.num_computed_tokens = 199
-    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     (order,) = world.build().stores
     assert (order.first_chunk, order.end_chunk) == (0, 6)
     assert order.retention == Retention(ttl_ms=60_000, priority=7)
@@ -105,7 +105,7 @@ def test_a_refused_request_is_named_in_the_log_and_by_the_connector(caplog: pyte
     assert "has no 'prio'" in caplog.text
     assert "has no 'prio'" in world.side.refusal("r")
     request.num_computed_tokens = 99
-    assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
 
 
 def test_sources_of_a_hit_are_those_that_its_match_found() -> None:

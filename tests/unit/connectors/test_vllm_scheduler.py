@@ -46,7 +46,7 @@ def test_an_answer_holds_also_when_the_engine_has_got_more_since() -> None:
     request = a_request(120)
     assert world.match(request) == 96
     assert world.side.matched_tokens(request, 64) == 32
-    world.side.allocated(request, BLOCKS, 32)
+    world.side.allocated(request, [BLOCKS], 32)
     (order,) = world.build().loads
     assert (order.first_chunk, order.end_chunk, order.first_token, order.end_token) == (2, 3, 64, 96)
     assert len(world.link.pool.asked) == 1
@@ -146,7 +146,7 @@ def test_without_an_agent_everything_is_computed() -> None:
     request = a_request(120)
     assert world.match(request) == 0
     request.num_computed_tokens = 119
-    assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
 
 
 def test_after_a_failed_lookup_the_pool_is_left_alone_for_a_moment() -> None:
@@ -237,7 +237,7 @@ def test_bytes_of_an_aborted_requests_load_are_in_flight_until_another_of_its_na
     world = World(FakePool(3))
     first = a_request(120, "a")
     world.load(first)
-    world.side.finished(first, BLOCKS, "FINISHED_ABORTED")
+    world.side.finished(first, [BLOCKS], "FINISHED_ABORTED")
     orders = world.load(a_request(120, "a", first_token=500))
     world.ended(orders, 3)
     assert world.side._loads._queued_bytes == 0

@@ -14,7 +14,7 @@ def test_a_finished_requests_chunks_are_stored_and_its_blocks_kept() -> None:
     world.match(request)
     request.all_token_ids += list(range(40))
     request.num_computed_tokens = 139
-    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     orders = world.build()
     (order,) = orders.stores
     assert (order.first_chunk, order.end_chunk) == (1, 4)  # the pool was seen to have chunk 0
@@ -28,7 +28,7 @@ def test_generated_tokens_stay_out_if_so_asked() -> None:
     world.match(request)
     request.all_token_ids += list(range(40))
     request.num_computed_tokens = 109
-    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert world.build().stores[0].end_chunk == 2
 
 
@@ -37,7 +37,7 @@ def test_the_last_sampled_token_has_no_kv() -> None:
     request = a_request(64)
     world.match(request)
     request.num_computed_tokens = 64  # a step that was under way when the request ended
-    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert world.build().stores[0].end_chunk == 1
 
 
@@ -51,7 +51,7 @@ def test_tokens_whose_kv_a_drafter_may_write_again_are_not_stored_yet() -> None:
     assert (order.first_chunk, order.end_chunk) == (1, 2)
     request.all_token_ids += [1, 2]
     request.num_computed_tokens = 97
-    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     (order,) = world.build().stores
     assert (order.first_chunk, order.end_chunk) == (2, 3)
 
@@ -62,7 +62,7 @@ def test_an_aborted_request_is_stored_as_far_as_it_was_computed(in_flight: int) 
     request = a_request(200)
     world.match(request)
     request.num_computed_tokens, request.num_in_flight_tokens = 100, in_flight
-    world.side.finished(request, BLOCKS, "FINISHED_ABORTED")
+    world.side.finished(request, [BLOCKS], "FINISHED_ABORTED")
     assert world.build().stores[0].end_chunk == (3 if not in_flight else 1)
 
 
@@ -71,7 +71,7 @@ def test_a_failed_request_is_not_stored() -> None:
     request = a_request(200)
     world.match(request)
     request.num_computed_tokens = 199
-    assert not world.side.finished(request, BLOCKS, "FINISHED_ERROR")
+    assert not world.side.finished(request, [BLOCKS], "FINISHED_ERROR")
 
 
 def test_a_request_aborted_during_its_load_leaves_its_blocks_to_the_engine() -> None:
@@ -79,7 +79,7 @@ def test_a_request_aborted_during_its_load_leaves_its_blocks_to_the_engine() -> 
     request = a_request(120)
     orders = world.load(request)
     request.num_computed_tokens = 96
-    assert not world.side.finished(request, BLOCKS, "FINISHED_ABORTED")
+    assert not world.side.finished(request, [BLOCKS], "FINISHED_ABORTED")
     world.ended(orders, loaded_chunks=3)
     assert world.build().release == []
 
@@ -91,7 +91,7 @@ def test_a_load_whose_request_is_aborted_is_cancelled_once_and_counts_as_no_fail
     request = a_request(120)
     orders = world.load(request)
     assert orders.cancel == []
-    world.side.finished(request, BLOCKS, "FINISHED_ABORTED")
+    world.side.finished(request, [BLOCKS], "FINISHED_ABORTED")
     assert world.build().cancel == ["r"]
     assert world.build().cancel == []
     world.ended(orders, loaded_chunks=1, cancelled=True, gone=False)
@@ -107,7 +107,7 @@ def test_a_load_that_ended_when_its_request_was_aborted_is_not_cancelled_in_the_
     world = World(FakePool(3))
     request = a_request(120)
     orders = world.load(request)
-    world.side.finished(request, BLOCKS, "FINISHED_ABORTED")
+    world.side.finished(request, [BLOCKS], "FINISHED_ABORTED")
     world.ended(orders, loaded_chunks=3)
     again = world.load(a_request(120))  # under the same name
     assert [order.request_id for order in again.loads] == ["r"]
@@ -118,7 +118,7 @@ def test_a_request_that_does_not_wait_for_a_load_has_none_to_cancel() -> None:
     world = World(FakePool(3))
     request = a_request(120)
     world.ended(world.load(request), loaded_chunks=3)
-    world.side.finished(request, BLOCKS, "FINISHED_ABORTED")
+    world.side.finished(request, [BLOCKS], "FINISHED_ABORTED")
     assert world.build().cancel == []
 
 
@@ -134,7 +134,7 @@ def test_chunks_are_stored_as_they_are_computed_if_so_asked() -> None:
     world.stored(first)
     world.stored(second)
     request.num_computed_tokens = 100
-    assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")  # nothing is left to do
+    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")  # nothing is left to do
 
 
 def test_blocks_are_kept_for_stores_that_have_not_ended_on_all_workers() -> None:
@@ -145,7 +145,7 @@ def test_blocks_are_kept_for_stores_that_have_not_ended_on_all_workers() -> None
     world.worker_count = 1
     world.stored(orders)
     request.num_computed_tokens = 64
-    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert world.build().release == ["r"]
 
 
@@ -164,7 +164,7 @@ def test_what_was_stored_is_not_offered_again() -> None:
         request = a_request(64, name)
         world.match(request)
         request.num_computed_tokens, request.all_token_ids = 64, [*request.all_token_ids, 7]
-        world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+        world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
         orders = world.build()
         assert len(orders.stores) == expected
         world.stored(orders)
@@ -175,7 +175,7 @@ def test_never_means_never() -> None:
     request = a_request(100)
     world.match(request)
     request.num_computed_tokens = 99
-    assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
 
 
 def test_what_came_into_the_pool_is_told_once() -> None:
@@ -183,7 +183,7 @@ def test_what_came_into_the_pool_is_told_once() -> None:
     request = a_request(100)
     world.match(request)
     request.num_computed_tokens = 99
-    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     orders = world.build()
     assert world.side.take_changes() == []
     world.stored(orders)
@@ -212,7 +212,7 @@ def test_a_store_repeated_after_a_preemption_holds_its_blocks_though_the_first_o
     assert [(order.first_chunk, order.end_chunk) for order in (*first.stores, *second.stores)] == [(0, 2)] * 2
     world.stored(first, failed_chunks=2)
     request.num_computed_tokens = 64
-    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")  # the second one may read them still
+    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")  # the second one may read them still
     assert world.build().release == ["r"]
     world.stored(second)
     assert [change.hashes for change in world.side.take_changes()] == [hashes_of(second.stores[0])]
@@ -225,7 +225,7 @@ def test_what_the_pool_has_lost_is_stored_again() -> None:
         request = a_request(100, name)
         world.match(request)
         request.num_computed_tokens = 99
-        world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+        world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
         orders = world.build()
         assert [(order.first_chunk, order.end_chunk) for order in orders.stores] == expected
         world.stored(orders)

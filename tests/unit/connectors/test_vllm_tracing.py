@@ -33,7 +33,7 @@ def test_a_requests_trace_goes_with_its_lookup_its_load_and_its_store() -> None:
     (load,) = world.load(request).loads
     request.num_computed_tokens = 119
     world.ended(world.build(), loaded_chunks=3)
-    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert (world.link.traces, load.trace) == ([CAME], CAME)
 
     other = World(FakePool(0))
@@ -42,7 +42,7 @@ def test_a_requests_trace_goes_with_its_lookup_its_load_and_its_store() -> None:
     other.side.forget()
     assert other.side.matched_tokens(request, 0) == 0
     request.num_computed_tokens = 119
-    other.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    other.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     (store,) = other.build().stores
     assert (other.link.traces, store.trace) == ([CAME, CAME], CAME)
 
@@ -75,7 +75,7 @@ class Traced:
         config = ClientConfig(
             agent_endpoint=NOWHERE.agent_endpoint, connect_timeout_s=NOWHERE.connect_timeout_s, tracer=self.tracer
         )
-        self.link = PoolLink(a_plan, config)
+        self.link = PoolLink(lambda: [a_plan()], config)
 
     def span_of_work(self, trace: TraceParent | None) -> Any:
         """The span of work that was begun with a trace, and that is asked of the pool as a match is."""
@@ -104,7 +104,7 @@ def test_the_spans_of_work_are_children_of_the_requests_span() -> None:
 
 
 def test_without_a_trace_nothing_is_done_for_it() -> None:
-    link = PoolLink(a_plan, NOWHERE)
+    link = PoolLink(lambda: [a_plan()], NOWHERE)
     started: list[Any] = []
     try:
         link._loop.start = started.append  # type: ignore[assignment, method-assign]

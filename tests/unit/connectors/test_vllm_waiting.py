@@ -130,7 +130,7 @@ def test_failures_of_many_requests_are_logged_once_in_a_while(caplog: pytest.Log
 def test_a_load_that_was_never_planned_ends_all_the_same() -> None:
     world = World(FakePool(3))
     world.match(a_request(120))
-    world.side.allocated(a_request(120, "unknown"), BLOCKS[:4], 64)
+    world.side.allocated(a_request(120, "unknown"), [BLOCKS[:4]], 64)
     (order,) = world.build().loads
     assert (order.first_chunk, order.end_chunk) == (0, 0)
     assert order.failed_blocks(0, 32, 16) == set(BLOCKS[:4])
@@ -147,7 +147,7 @@ def test_a_load_that_cannot_be_ordered_ends_all_the_same(
     tokens = world.match(request)
     assert tokens == 96
     monkeypatch.setattr(world.side._loads, "begin", fail)
-    world.side.allocated(request, BLOCKS[:6], tokens)
+    world.side.allocated(request, [BLOCKS[:6]], tokens)
     orders = world.build()
     assert [(order.request_id, order.failed_blocks(0, 32, 16)) for order in orders.loads] == [("r", set(BLOCKS[:6]))]
     assert "planted" in caplog.text
@@ -161,7 +161,7 @@ def test_what_another_connector_loads_is_not_planned_here_any_more() -> None:
     assert world.match(request) == 96
     world.side.not_chosen(request)
     world.side.not_chosen(a_request(120, "unknown"))
-    world.side.allocated(request, BLOCKS[:6], 96)
+    world.side.allocated(request, [BLOCKS[:6]], 96)
     (order,) = world.build().loads
     assert not order.hashes
 
@@ -172,7 +172,7 @@ def test_while_a_worker_cannot_reach_its_agent_nothing_is_loaded_or_stored() -> 
     request = a_request(120)
     assert world.match(request) == 0
     request.num_computed_tokens = 119
-    assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert world.build().stores == []
     world.clock.advance(1.5)  # an idle engine hears of its recovery with a request only
     assert world.match(a_request(120, "b")) == 96
@@ -206,7 +206,7 @@ def test_a_request_whose_adapter_is_being_read_computes_and_is_stored_later(tmp_
     world.link.go()
     world.link.held = False
     request.num_computed_tokens = 119
-    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
 
 
 def test_after_a_reset_the_pool_is_anothers() -> None:
@@ -223,8 +223,8 @@ def test_after_a_reset_the_pool_is_anothers() -> None:
     asked = [chain.hashes for chain, _ in world.link.pool.asked]
     assert not set(asked[-1]) & {one for hashes in asked[:-1] for one in hashes}
     request.num_computed_tokens = begun.num_computed_tokens = 119
-    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
-    assert not world.side.finished(begun, BLOCKS, "FINISHED_STOPPED")
+    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert not world.side.finished(begun, [BLOCKS], "FINISHED_STOPPED")
     (order,) = world.build().stores
     assert (order.request_id, hashes_of(order)) == ("new", asked[-1])
 
@@ -235,7 +235,7 @@ def test_nothing_of_a_request_is_kept_when_it_has_gone() -> None:
         request = a_request(120, f"r{number}", first_token=200 * number)
         world.ended(world.load(request), loaded_chunks=3)
         request.num_computed_tokens = 119
-        world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+        world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
         world.stored(world.build())
     side: Any = world.side
     assert (side._states, side._loads._running, side._loads._first_chunks, side._store_plans._open) == ({}, {}, {}, {})
@@ -261,6 +261,6 @@ def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
         world.side._lookups._waited_s = 5 * 5.0 - 0.001  # of an engine that computes nothing
         request = a_request(120, "b", first_token=300)
         assert world.match(request) is None
-        world.side.finished(request, [], "FINISHED_ABORTED")
+        world.side.finished(request, [[]], "FINISHED_ABORTED")
     finally:
         background.stop()

@@ -13,6 +13,7 @@ from kvpool.connectors.vllm.engine_work import EngineWork
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
+from kvpool.connectors.vllm.worker_stores import WorkerGroup
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 from kvpool.testing import ManualClock
@@ -77,9 +78,7 @@ class World:
         self.side = WorkerSide(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
             self.link,  # type: ignore[arg-type]
-            EngineWork(None),
-            block_tokens=BLOCK,
-            chunk_bytes=CHUNK_BYTES,
+            [WorkerGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, work=EngineWork(None))],
             load_only=load_only,
             now_s=self.clock.monotonic_s,
         )

@@ -15,6 +15,7 @@ from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreE
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.wiring import idle_worker
 from kvpool.connectors.vllm.worker import WorkerSide
+from kvpool.connectors.vllm.worker_stores import WorkerGroup
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, ServiceUnavailable
 from kvpool.core.ipc import EngineEvent
 from kvpool.testing import ManualClock
@@ -51,9 +52,7 @@ def a_worker(pool: Any, *, events: Any = None, **settings: Any) -> WorkerSide:
     return WorkerSide(
         VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
         FakeLink(pool),  # type: ignore[arg-type]
-        EngineWork(events),
-        block_tokens=BLOCK,
-        chunk_bytes=CHUNK_BYTES,
+        [WorkerGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, work=EngineWork(events))],
         load_only=False,
         now_s=ManualClock().monotonic_s,
     )
@@ -182,7 +181,7 @@ def test_a_load_of_which_nothing_is_known_ends() -> None:
 
 def test_a_worker_that_cannot_share_ends_what_it_is_ordered() -> None:
     configured = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK))
-    worker = idle_worker(VllmSettings(agent="unix:/x", chunk_tokens=CHUNK), configured)
+    worker = idle_worker(VllmSettings(agent="unix:/x", chunk_tokens=CHUNK), configured, None)
     assert not worker.ready
     orders = StepOrders(step=1, loads=[a_load("a", BLOCKS)], stores=[a_store(1, "b", BLOCKS)], release=["b"])
     worker.start_loads(orders)

@@ -67,9 +67,16 @@ class FakeLease:
 class FakePool:
     """A pool that has the first `chunk_count` chunks of everything."""
 
-    def __init__(self, chunk_count: int = 0, *, estimated_ms: float = 0.0, error: KvPoolError | None = None) -> None:
+    def __init__(
+        self,
+        chunk_count: int = 0,
+        *,
+        estimated_ms: float = 0.0,
+        error: KvPoolError | None = None,
+        hash_key: bytes = HASH_KEY,
+    ) -> None:
         self.chunk_count, self.estimated_ms, self.error = chunk_count, estimated_ms, error
-        self.session = SimpleNamespace(hash_key=HASH_KEY, link_bytes_per_s=0.0)
+        self.session = SimpleNamespace(hash_key=hash_key, link_bytes_per_s=0.0)
         self.asked: list[tuple[Prompt, int]] = []
         self.source = EngineSource.STAGING
         self.leases: list[FakeLease] = []
@@ -97,11 +104,16 @@ class FakePool:
 class FakeLink:
     """Runs what is started at once, unless `held`: then when `go` is called."""
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
+    def __init__(self, pool: Any, *others: Any) -> None:
+        """others: the pool as further KV cache groups see it."""
+        self.pool, self._others = pool, others
         self.held = False
         self.traces: list[TraceParent | None] = []  # of what was started
         self._waiting: list[tuple[Callable[[], Awaitable[Any]], Future[Any]]] = []
+
+    @property
+    def pools(self) -> tuple[Any, ...]:
+        return (self.pool, *self._others) if self.pool is not None else ()
 
     def start(self, work: Callable[[], Awaitable[Any]], trace: TraceParent | None = None) -> Future[Any]:
         future: Future[Any] = Future()

@@ -78,6 +78,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     preempted_req_ids: set[str] | None = None
     kv_connector_block_state: Any = None
+    scheduled_cached_reqs: Any = None
 
 
 class Request:

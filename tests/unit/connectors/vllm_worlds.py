@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpool.client.engine_items import LoadResult, TierTokens
+from kvpool.connectors.vllm.kv_groups import KvCacheGroup
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, prompt_of
 from kvpool.connectors.vllm.scheduler import SchedulerSide
 from kvpool.connectors.vllm.settings import VllmSettings
@@ -25,9 +26,9 @@ def hashes_of(order: LoadOrder | StoreOrder) -> tuple[bytes, ...]:
 class World:
     """A scheduler's side over a scripted pool."""
 
-    def __init__(self, pool: FakePool | None, **settings: Any) -> None:
+    def __init__(self, pool: FakePool | None, *others: FakePool, **settings: Any) -> None:
         self.clock = ManualClock()
-        self.link = FakeLink(pool)
+        self.link = FakeLink(pool, *others)
         wanted = {
             "agent": "unix:/x",
             "chunk_tokens": CHUNK,
@@ -39,11 +40,11 @@ class World:
         self.worker_count, self.shares_blocks = wanted.pop("workers", 1), wanted.pop("shares_blocks", True)
         tells_changes, volatile_tokens = wanted.pop("tells_changes", True), wanted.pop("volatile_tokens", 0)
         weights = wanted.pop("weights", None)
+        groups = wanted.pop("groups", [KvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES)])
         self.side = SchedulerSide(
             VllmSettings(**wanted),
             self.link,  # type: ignore[arg-type]
-            block_tokens=BLOCK,
-            chunk_bytes=CHUNK_BYTES,
+            groups,
             worker_count=self.worker_count,
             shares_blocks=self.shares_blocks,
             tells_changes=tells_changes,
@@ -59,11 +60,11 @@ class World:
     def load(self, request: FakeRequest, held_tokens: int = 0) -> StepOrders:
         tokens = self.match(request, held_tokens)
         assert tokens
-        self.side.allocated(request, BLOCKS, tokens)
+        self.side.allocated(request, [BLOCKS], tokens)
         return self.build()
 
     def build(self, scheduled: dict[str, int] | None = None, preempted: Sequence[str] = ()) -> StepOrders:
-        return self.side.build(scheduled or {}, preempted, lambda _: BLOCKS)
+        return self.side.build(scheduled or {}, preempted, lambda _: [BLOCKS])
 
     def ended(
         self,

@@ -162,15 +162,29 @@ def test_bad_geometry_is_refused_naming_the_field(values: dict[str, Any], words:
 @pytest.mark.parametrize(
     "groups, words",
     [
-        ((GROUP, GROUP), "2 KV groups"),
-        ((replace(GROUP, attention=AttentionKind.SLIDING_WINDOW, window_tokens=128),), "sliding window .* 128"),
-        ((replace(GROUP, window_tokens=128),), "window_tokens 128"),
+        ((GROUP, GROUP), "one KV group, got 2"),
         ((GROUP, replace(GROUP, attention=AttentionKind.STATE_SPACE)), r"groups\[1\] has state space"),
     ],
 )
 def test_models_that_are_not_supported_are_refused_by_name(groups: tuple[KvGroup, ...], words: str) -> None:
     with pytest.raises(GeometryUnsupported, match=words):
         replace(SPEC, groups=groups)
+
+
+@pytest.mark.parametrize(
+    "group", [replace(GROUP, window_tokens=128), replace(GROUP, attention=AttentionKind.SLIDING_WINDOW)]
+)
+def test_a_window_belongs_to_sliding_window_attention_alone(group: KvGroup) -> None:
+    with pytest.raises(InvalidRequest, match=r"groups\[0\].window_tokens"):
+        replace(SPEC, groups=(group,))
+
+
+def test_a_sliding_window_is_part_of_the_identity() -> None:
+    window = replace(GROUP, attention=AttentionKind.SLIDING_WINDOW, window_tokens=128)
+    specs = [replace(SPEC, groups=(group,)) for group in (GROUP, window, replace(window, window_tokens=256))]
+    assert len({encode_keyspace("a", spec) for spec in specs}) == 3
+    assert [decode_keyspace(encode_keyspace("a", spec))[1] for spec in specs] == specs
+    assert differing_fields(specs[1], specs[2]) == ("groups[0].window_tokens",)
 
 
 def test_tenant_and_secret_decide_the_hash_key() -> None:

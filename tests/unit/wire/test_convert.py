@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -79,12 +81,17 @@ def test_malformed_group_is_refused_by_index() -> None:
         convert_keyspace.spec_from_proto(message)
 
 
-def test_sliding_window_is_refused_as_geometry() -> None:
+def test_a_state_space_is_refused_as_geometry() -> None:
     message = convert_keyspace.spec_to_proto(SPECS[0])
-    message.groups[0].attention = common_pb2.AttentionKind.ValueType(AttentionKind.SLIDING_WINDOW)
-    message.groups[0].window_tokens = 128
-    with pytest.raises(GeometryUnsupported, match="sliding window"):
+    message.groups[0].attention = common_pb2.AttentionKind.ValueType(AttentionKind.STATE_SPACE)
+    with pytest.raises(GeometryUnsupported, match="state space"):
         convert_keyspace.spec_from_proto(message)
+
+
+def test_a_sliding_window_survives_the_wire() -> None:
+    group = replace(SPECS[0].group, attention=AttentionKind.SLIDING_WINDOW, window_tokens=128)
+    spec = replace(SPECS[0], groups=(group,))
+    assert convert_keyspace.spec_from_proto(convert_keyspace.spec_to_proto(spec)) == spec
 
 
 def test_grid_of_another_version_is_refused() -> None:

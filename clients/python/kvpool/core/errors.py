@@ -72,7 +72,7 @@ class PartitionRefused(KvPoolError):
 
 
 class GeometryUnsupported(KvPoolError):
-    """Hybrid, sliding-window or state-space KV; the message names what was asked for."""
+    """Layers of unequal KV in one keyspace, or state-space KV; the message names what was asked for."""
 
     reason = "GEOMETRY_UNSUPPORTED"
     advice = "run this model without kvpool"

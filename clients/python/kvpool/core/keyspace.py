@@ -155,11 +155,15 @@ def _check_groups(groups: tuple[KvGroup, ...]) -> None:
     if not groups:
         raise InvalidRequest("groups must name the model's KV geometry, got none")
     for number, group in enumerate(groups):
-        if group.attention is not AttentionKind.FULL or group.window_tokens:
-            kind = group.attention.name.lower().replace("_", " ")
-            raise GeometryUnsupported(f"groups[{number}] has {kind} attention (window_tokens {group.window_tokens})")
+        if group.attention is AttentionKind.STATE_SPACE:
+            raise GeometryUnsupported(f"groups[{number}] has state space attention")
+        if (group.attention is AttentionKind.SLIDING_WINDOW) != bool(group.window_tokens):
+            raise InvalidRequest(
+                f"groups[{number}].window_tokens must be set exactly for a sliding window, got {group.window_tokens} "
+                f"with {group.attention.name} attention"
+            )
     if len(groups) > 1:
-        raise GeometryUnsupported(f"the model has {len(groups)} KV groups (hybrid); only one is supported")
+        raise GeometryUnsupported(f"one keyspace has one KV group, got {len(groups)}; open a keyspace for each")
 
 
 def encode_keyspace(tenant: str, spec: KeyspaceSpec) -> bytes:

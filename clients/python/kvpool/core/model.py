@@ -6,13 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
+from kvpool.core.geometry import AttentionKind, KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.keyspace import KeyspaceSpec
 
 ENGINE_CHUNK_TOKENS = 128
@@ -36,6 +36,7 @@ class Model:
 
     name, revision: of the weights; `kvpool.checkpoint_model` takes both, and the rest, from a checkpoint's files.
     kv_heads, head_dim: of attention; MLA has latent_dim instead.
+    window_tokens:  of layers that all attend to so many tokens at most, their own included; 0: to all.
     dtype:          of the KV cache: "bf16", "fp16", "fp32", "fp8_e4m3", ...
     chunk_tokens:   what is shared in one piece: a power of two, and a multiple of the engine's block size.
     codec:          how pages are kept: "raw", or a lossy one that takes fewer bytes.
@@ -53,6 +54,7 @@ class Model:
     kv_heads: int = field(default=0, kw_only=True)
     head_dim: int = field(default=0, kw_only=True)
     latent_dim: int = field(default=0, kw_only=True)
+    window_tokens: int = field(default=0, kw_only=True)
     dtype: str | Dtype = field(default="bf16", kw_only=True)
     chunk_tokens: int = field(default=ENGINE_CHUNK_TOKENS, kw_only=True)
     codec: str | Codec = field(default="raw", kw_only=True)
@@ -73,6 +75,8 @@ class Model:
             if self.latent_dim
             else KvGroup(self.layers, self.kv_heads, self.head_dim)
         )
+        if self.window_tokens:
+            group = replace(group, attention=AttentionKind.SLIDING_WINDOW, window_tokens=self.window_tokens)
         spec = KeyspaceSpec(
             model_id=self.name,
             model_revision=self.revision,

@@ -67,7 +67,8 @@ def _on_cpu(
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     numbers = {address: number for number, address in enumerate(storages)}
     handles = [numbers[tensor.untyped_storage().data_ptr()] for tensor in tensors]
-    _check_room(sum(storage.nbytes() for storage in storages.values()))
+    # Groups of layers lie over each other: after the first of them the storage is in shared memory.
+    _check_room(sum(storage.nbytes() for storage in storages.values() if not storage.is_shared()))
     layers = tuple(
         LayerLayout((_cell_plane(tensor, handle),)) if spec.opaque else LayerLayout(_row_planes(tensor, handle, spec))
         for tensor, handle in zip(tensors, handles, strict=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 TESTED = "0.32.0"
-_STEP = ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state")
+_STEP = ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state", "scheduled_cached_reqs")
 _REQUEST = (
     *("request_id", "all_token_ids", "num_prompt_tokens", "num_tokens", "num_computed_tokens", "num_in_flight_tokens"),
     *("num_preemptions", "cache_salt", "lora_request", "mm_features", "prompt_embeds", "resumable"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -62,14 +62,14 @@ def _guarded(otherwise: Any = None) -> Callable[[AnyCall], AnyCall]:
 class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """Shared prefixes through a kvpool agent. One instance in the scheduler's process, one in each worker's.
 
-    SupportsHMA: a model with several KV cache groups is not shared, but without it vLLM would give up the cache manager
-    that such models need.
+    SupportsHMA: without it vLLM would give up the cache manager that models with several KV cache groups need, also of
+    those that are not shared.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         """raises: InvalidRequest for an extra config that must be another one; nothing else stops it."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = wiring.settings_of(vllm_config)
+        self._settings = wiring.settings_of(vllm_config, kv_cache_config)
         self._off = compatibility.switched_off(vllm_config)  # why; then both sides stay None
         self._agents = AgentChoice(self._settings.agent)
         self._outer_config = outer_config(vllm_config)
@@ -110,7 +110,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             return
         self._register(kv_caches)
         if self._worker is None:  # the scheduler's side may be there all the same: what it orders has to end
-            self._worker = wiring.idle_worker(self._settings, self._vllm_config)
+            self._worker = wiring.idle_worker(self._settings, self._vllm_config, self._kv_cache_config)
 
     @_guarded()
     def _register(self, kv_caches: dict[str, Any]) -> None:
@@ -171,6 +171,13 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             return None, None
         return self._worker.take_released() or None, self._worker.take_received() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """See the base class."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.take_failed_requests()
+        return results
+
     @_guarded(otherwise=set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See the base class."""
@@ -220,7 +227,9 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._scheduler is None:
             return
         if num_external_tokens:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        elif self._scheduler.watches_blocks:
+            self._scheduler.not_chosen(request, blocks.get_block_ids())
         else:
             self._scheduler.not_chosen(request)
 
@@ -245,15 +254,18 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._scheduler is None:
             return None
 
-        def block_ids_of(request_id: str) -> Sequence[int] | None:
-            groups = output.kv_connector_block_state.get_block_ids(request_id)
-            return groups[0] if groups is not None else None
+        preempted, block_ids_of = output.preempted_req_ids or (), output.kv_connector_block_state.get_block_ids
+        new_blocks = _blocks_of_running(output) if self._scheduler.watches_blocks else ()
+        return StepMetadata(self._scheduler.build(output.num_scheduled_tokens, preempted, block_ids_of, new_blocks))
 
-        preempted = output.preempted_req_ids or ()
-        return StepMetadata(self._scheduler.build(output.num_scheduled_tokens, preempted, block_ids_of))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class: of an engine with one KV cache group."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     @_guarded(otherwise=(False, None))
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """See the base class."""
         if self._scheduler is None:
             return False, None
@@ -262,13 +274,6 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         # MultiConnector stops the engine where two children give the same key.
         named = bool(refusal) and self._outer_config is self._vllm_config
         return held, {KEY: {"refused": refusal}} if named else None
-
-    @_guarded(otherwise=(False, None))
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """See the base class. There is a scheduler's side only where there is one group."""
-        return self.request_finished(request, block_ids[0])
 
     @_guarded()
     def update_connector_output(self, connector_output: Any) -> None:
@@ -340,3 +345,15 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             same_process.remove_worker(self._engine_id)
         while self._close:
             self._close.pop()()
+
+
+def _blocks_of_running(output: Any) -> list[int]:
+    """Blocks of all groups that a step gave to running requests. Others are heard of by `update_state_after_alloc`."""
+    running = output.scheduled_cached_reqs
+    return [
+        block
+        for request_id, groups in zip(running.req_ids, running.new_block_ids, strict=True)
+        if groups is not None and request_id not in running.resumed_req_ids
+        for blocks in groups
+        for block in blocks
+    ]

@@ -6,8 +6,8 @@ the workers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpool.client.checkpoint import canonical_config
@@ -35,7 +35,7 @@ _FP8_PER_TENSOR = 1  # of vLLM's KVQuantMode; 0: not quantized
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFacts:
-    """Of the engine's one KV cache group. head_count: of one rank. opaque: blocks cannot be taken apart."""
+    """Of one of the engine's KV cache groups. head_count: of one rank. opaque: blocks cannot be taken apart."""
 
     block_tokens: int
     head_count: int
@@ -45,25 +45,71 @@ class CacheFacts:
     isa: str = ""
     draft_layers: int = 0  # of a drafter that keeps KV of its own, behind the model's
     volatile_tokens: int = 0  # at the end of what is computed: the drafter's KV of them may be written again
+    window_tokens: int = 0  # that a token attends to, its own included; 0: all before it
+    layer_numbers: tuple[int, ...] = ()  # of the model, ascending; empty: all of them are in this group
 
 
-def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
-    """raises: GeometryUnsupported naming what the engine's cache has that cannot be shared."""
+def cache_facts(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheFacts, ...]:
+    """Of all KV cache groups, in vLLM's order.
+
+    raises: GeometryUnsupported naming what the engine's cache has that cannot be shared.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1:
+        draft_layers = _draft_layers(vllm_config, groups[0])
+        return (_group_facts(vllm_config, groups[0], draft_layers=draft_layers),)
+    return _facts_of_groups(vllm_config, groups)
+
+
+def _facts_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[CacheFacts, ...]:
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    model, drafter = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
+    if drafter is not None and drafter.method not in _DRAFTERS_WITHOUT_KV:
+        raise GeometryUnsupported(f"the engine has {len(groups)} KV cache groups and a drafter with KV; not served")
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise GeometryUnsupported(f"the engine has {len(groups)} KV cache groups and a pipeline; not served")
+    found = []
+    for group in groups:
+        spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
+        if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
+            raise GeometryUnsupported(
+                f"one of the engine's {len(groups)} KV cache groups is of {kind}; full attention and sliding windows "
+                f"are served"
+            )
+        heads = max(1, model.get_total_num_kv_heads() // vllm_config.parallel_config.tensor_parallel_size)
+        shape, expected = (spec.num_kv_heads, spec.head_size), (heads, model.get_head_size())
+        if shape != expected or getattr(spec, "page_size_padded", None) is not None:
+            raise GeometryUnsupported(
+                f"layers of {kind} have {shape[0]} KV heads x {shape[1]} elements, others of the model {expected[0]} x "
+                f"{expected[1]}; equal ones are served"
+            )
+        numbers = tuple(sorted(extract_layer_index(name) for name in group.layer_names))
+        found.append(replace(_group_facts(vllm_config, group), layer_numbers=numbers))
+    numbers = tuple(sorted(number for facts in found for number in facts.layer_numbers))
+    if numbers != tuple(range(model.get_total_num_hidden_layers())):
+        raise GeometryUnsupported(
+            f"{len(numbers)} layers have KV of their own, the model has {model.get_total_num_hidden_layers()}: layers "
+            f"without or with KV of others are not served"
+        )
+    return tuple(found)
+
+
+def _group_facts(vllm_config: Any, group: Any, *, draft_layers: int = 0) -> CacheFacts:
     import torch
 
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise GeometryUnsupported(
-            f"the engine has {len(groups)} KV cache groups (a hybrid model, or a drafter with blocks of its own); only "
-            f"one is served"
-        )
-    spec = groups[0].kv_cache_spec
-    draft_layers = _draft_layers(vllm_config, groups[0])
+    spec = group.kv_cache_spec
     kind = type(spec).__name__
-    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        raise GeometryUnsupported(f"the engine's KV cache is of {kind}; only full attention and MLA are served")
-    if getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
-        raise GeometryUnsupported("the engine has sliding-window or chunked attention; only full attention is served")
+    if kind not in ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"):
+        raise GeometryUnsupported(
+            f"the engine's KV cache is of {kind}; full attention, MLA and sliding windows are served"
+        )
+    # With its hybrid manager disabled vLLM keeps KV of all tokens for layers with a window, too, as for full attention.
+    window_tokens = int(spec.sliding_window) if kind == "SlidingWindowSpec" else 0
+    if window_tokens and (draft_layers or getattr(spec, "extra_retained_tokens", 0)):
+        raise GeometryUnsupported("a drafter with KV beside sliding windows is not served")
+    if getattr(spec, "attention_chunk_size", None):
+        raise GeometryUnsupported("the engine has chunked local attention; full attention and sliding windows are")
     if getattr(spec, "non_causal", False):
         raise GeometryUnsupported("the engine's tokens attend to later ones: equal prefixes have unequal KV")
     parallel = vllm_config.parallel_config
@@ -93,6 +139,7 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
         isa=isa,
         draft_layers=draft_layers,
         volatile_tokens=_volatile_tokens(vllm_config) if draft_layers else 0,
+        window_tokens=window_tokens,
     )
 
 
@@ -223,7 +270,8 @@ def model_spec(
         # A revision that was given may be that of another model of this kind, too.
         settings.model_id or (str(model.model) if settings.model_revision else family_name(config)),
         settings.model_revision or (model_revision(model) if read_weights else "not read"),
-        layers=model.get_total_num_hidden_layers() + facts.draft_layers,
+        layers=len(facts.layer_numbers) or model.get_total_num_hidden_layers() + facts.draft_layers,
+        window_tokens=facts.window_tokens,
         dtype=_DTYPES[facts.dtype],
         chunk_tokens=settings.chunk_tokens,
         rope=config,
@@ -249,11 +297,14 @@ def model_revision(model: Any) -> str:
 
 def _variant(vllm_config: Any, facts: CacheFacts) -> list[Any]:
     """Whatever else the KV depends on: what was overridden of the config, in which type it is computed, and whether the
-    weights are real ones; the same of a drafter that has KV. Empty for a checkpoint that is served as it is."""
+    weights are real ones; the same of a drafter that has KV; which of the model's layers have it. Empty for a
+    checkpoint with one KV cache group that is served as it is."""
     model = vllm_config.model_config
     parts: list[Any] = [*_override_parts(model), *_computed_in(model, facts), *_length_parts(model)]
     if str(vllm_config.load_config.load_format) == "dummy":
         parts.append("made-up weights")
+    if facts.layer_numbers:
+        parts.append({"layers": facts.layer_numbers})
     if facts.draft_layers:
         parts.append(_drafter_parts(vllm_config.speculative_config, model))
     return parts
@@ -353,6 +404,7 @@ def check_ranks(spec: KeyspaceSpec, vllm_config: Any) -> None:
             ) from error
 
 
-def keyspace_name(settings: VllmSettings, spec: KeyspaceSpec) -> str:
-    """What operators see."""
-    return settings.keyspace_name or default_keyspace_name(spec)
+def keyspace_name(settings: VllmSettings, spec: KeyspaceSpec, facts: CacheFacts) -> str:
+    """What operators see. Of a model with several KV cache groups: each has the number of its first layer behind it."""
+    name = settings.keyspace_name or default_keyspace_name(spec)
+    return f"{name}-layer{facts.layer_numbers[0]}" if facts.layer_numbers else name

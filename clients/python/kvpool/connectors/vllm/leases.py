@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
 from kvpool.client.engine_requests import LeaseHandle
+from kvpool.connectors.vllm.kv_groups import KvCacheGroup
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.load_plans import LoadPlan
 from kvpool.core.errors import KvPoolError
@@ -22,27 +23,25 @@ AT_ONCE = 16  # more are refused by an agent's default
 
 @dataclass(slots=True)
 class _Lease:
-    handle: Future[LeaseHandle | None]
+    handles: list[Future[LeaseHandle | None]]  # of the KV cache groups
     size_bytes: int
     begun_at_s: float
 
     @property
     def ended(self) -> bool:
         """Whether it is known to keep nothing."""
-        if not self.handle.done():
-            return False
-        handle = None if self.handle.cancelled() or self.handle.exception() else self.handle.result()
-        return handle is None or handle.ended
+        return all(_has_ended(handle) for handle in self.handles)
 
 
 class Leases:
     """Leases of the requests that wait in one scheduler. A request that gets blocks in the step that plans its load, as
     on an engine that is not busy, has none: no message is sent for it."""
 
-    def __init__(self, link: PoolLink, *, bytes_max: int, chunk_bytes: int, now_s: Callable[[], float]) -> None:
-        """bytes_max: of all leases. chunk_bytes: of all ranks."""
-        self._link, self._now_s = link, now_s
-        self._bytes_max, self._chunk_bytes = bytes_max, chunk_bytes
+    def __init__(
+        self, link: PoolLink, groups: Sequence[KvCacheGroup], *, bytes_max: int, now_s: Callable[[], float]
+    ) -> None:
+        """bytes_max: of all leases."""
+        self._link, self._groups, self._now_s, self._bytes_max = link, groups, now_s, bytes_max
         self._wanted: dict[str, LoadPlan] = {}  # of requests that were planned in this step
         self._leases: dict[str, _Lease] = {}  # by request
 
@@ -81,35 +80,47 @@ class Leases:
 
     def _begin(self, request_id: str, plan: LoadPlan, now_s: float) -> None:
         left_bytes = self._bytes_max - sum(lease.size_bytes for lease in self._leases.values() if not lease.ended)
-        first_chunk = plan.first_token // plan.chain.chunk_tokens
-        count = min(plan.end_chunk - first_chunk, left_bytes // max(1, self._chunk_bytes))
-        pool = self._link.pool
-        if count <= 0 or pool is None:
-            return
-        lease = partial(
-            pool.lease,
-            plan.chain,
-            first_chunk=first_chunk,
-            end_chunk=first_chunk + count,
-            hold_s=HOLD_S,
-            hold_only=plan.staged,
-        )
-        try:
-            handle = self._link.start(lease, plan.trace)
-        except KvPoolError:
-            return  # the link was closed
-        self._leases[request_id] = _Lease(handle, count * self._chunk_bytes, now_s)
+        handles: list[Future[LeaseHandle | None]] = []
+        size_bytes, end_tokens = 0, plan.first_token + plan.token_count
+        for pool, group, chain in zip(self._link.pools, self._groups, plan.chains, strict=False):
+            needed_from = group.first_chunk(end_tokens, chain.chunk_tokens)
+            first_chunk = max(plan.first_token // chain.chunk_tokens, needed_from)
+            count = min(plan.end_chunk - first_chunk, (left_bytes - size_bytes) // max(1, group.chunk_bytes))
+            if count <= 0:
+                continue
+            lease = partial(
+                pool.lease,
+                chain,
+                first_chunk=first_chunk,
+                end_chunk=first_chunk + count,
+                hold_s=HOLD_S,
+                hold_only=plan.staged,
+            )
+            try:
+                handles.append(self._link.start(lease, plan.trace))
+            except KvPoolError:
+                return  # the link was closed
+            size_bytes += count * group.chunk_bytes
+        if handles:
+            self._leases[request_id] = _Lease(handles, size_bytes, now_s)
 
     def _end(self, lease: _Lease) -> None:
         if lease.ended:
             return
 
         async def end() -> None:
-            handle = await asyncio.wrap_future(lease.handle)
-            if handle is not None:
-                handle.end()
+            for handle in await asyncio.gather(*map(asyncio.wrap_future, lease.handles), return_exceptions=True):
+                if handle is not None and not isinstance(handle, BaseException):
+                    handle.end()
 
         try:
             self._link.start(end)
         except KvPoolError:
             _log.debug("kvpool: a lease ends with its session")
+
+
+def _has_ended(handle: Future[LeaseHandle | None]) -> bool:
+    if not handle.done():
+        return False
+    lease = None if handle.cancelled() or handle.exception() else handle.result()
+    return lease is None or lease.ended

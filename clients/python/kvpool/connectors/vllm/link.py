@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -29,26 +29,27 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 class PoolLink:
-    """One engine rank's, or a scheduler's. Thread-safe."""
+    """One engine rank's, or a scheduler's, with a session for each of its KV cache groups. Thread-safe."""
 
     def __init__(
-        self, make_plan: Callable[[], EngineRegistration], config: ClientConfig, *, offer: OfferFd = offer_fd
+        self, make_plans: Callable[[], Sequence[EngineRegistration]], config: ClientConfig, *, offer: OfferFd = offer_fd
     ) -> None:
-        """make_plan: runs on a thread of its own; it may take its time. It is called again after ServiceUnavailable (no
-        agent is there yet); anything else that it raises ends the use of kvpool."""
-        self._make_plan, self._config, self._offer = make_plan, config, offer
+        """make_plans: one for each group; runs on a thread of its own, and may take its time. It is called again after
+        ServiceUnavailable (no agent is there yet); anything else that it raises ends the use of kvpool."""
+        self._make_plans, self._config, self._offer = make_plans, config, offer
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._loop = BackgroundLoop("kvpool-vllm")
-        self._pool: AsyncPool | None = None
+        self._opened: list[AsyncPool] = []  # touched on the loop only
+        self._pools: tuple[AsyncPool, ...] = ()  # once all are open
         self._closed = False
         self._tried = threading.Event()
         self._opening = self._loop.start(self._open)
 
     @property
-    def pool(self) -> AsyncPool | None:
-        """The pool if it can be asked now."""
-        pool = self._pool
-        return pool if pool is not None and pool.connected else None
+    def pools(self) -> tuple[AsyncPool, ...]:
+        """The pool as each group sees it, if all of them can be asked now; else empty."""
+        pools = self._pools
+        return pools if all(pool.connected for pool in pools) else ()
 
     def wait_tried(self, timeout_s: float) -> bool:
         """Wait until the agent was reached, or could not be at first; an engine that starts has time for that."""
@@ -59,7 +60,7 @@ class PoolLink:
         return self._loop.start(work if trace is None else partial(self._traced, work, trace))
 
     def close(self) -> bool:
-        """Let go of the pool. False: an agent may still touch the engine's memory. Idempotent."""
+        """Let go of the pools. False: an agent may still touch the engine's memory. Idempotent."""
         if self._closed:
             return True
         self._closed = True
@@ -82,14 +83,17 @@ class PoolLink:
             self._tried.set()
 
     async def _try_to_open(self) -> None:
-        plan: EngineRegistration | None = None
+        plans: Sequence[EngineRegistration] | None = None
         backoff, warned = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s), False
-        while self._pool is None:
+        while not self._pools:
             try:
-                if plan is None:
-                    plan = await asyncio.to_thread(self._make_plan)
-                self._pool = await AsyncPool.open(plan, self._config, offer=self._offer)
-                _log.info("kvpool: %s uses agent %s, keyspace %s", plan.engine_name, plan.endpoint, plan.keyspace_name)
+                if plans is None:
+                    plans = await asyncio.to_thread(self._make_plans)
+                for plan in plans[len(self._opened) :]:
+                    self._opened.append(await AsyncPool.open(plan, self._config, offer=self._offer))
+                    name = plan.engine_name
+                    _log.info("kvpool: %s uses agent %s, keyspace %s", name, plan.endpoint, plan.keyspace_name)
+                self._pools = tuple(self._opened)
             except LATER as error:
                 if not warned:
                     _log.warning("kvpool: everything is computed until the agent can be reached: %s", error)
@@ -104,11 +108,9 @@ class PoolLink:
                 return
 
     async def _close(self) -> bool:
-        pool, self._pool = self._pool, None
-        if pool is None:
-            return True
-        await pool.close()
-        return pool.session.released.is_set()
+        self._pools, opened = (), self._opened
+        await asyncio.gather(*(pool.close() for pool in opened))
+        return all(pool.session.released.is_set() for pool in opened)
 
 
 def unreachable() -> ServiceUnavailable:

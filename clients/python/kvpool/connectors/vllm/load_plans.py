@@ -10,10 +10,12 @@ from kvpool.client.engine_items import EngineSource, MatchResult, TierTokens
 from kvpool.client.hashing import Prompt
 from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.connector_counters import ConnectorCounters
+from kvpool.connectors.vllm.kv_groups import KvCacheGroup, first_held_token
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.lookups import Lookup
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, packed_blocks
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
+from kvpool.core.errors import InvalidRequest
 from kvpool.core.load_cost import LoadCost, LoadRun, leading
 from kvpool.core.tracing import TraceParent
 
@@ -29,7 +31,7 @@ class LoadPlan:
     """What is to be loaded, if the engine finds blocks for it. queued_bytes: of the loads before it. load_ms: what it
     is expected to take; None if not known."""
 
-    chain: Prompt
+    chains: tuple[Prompt, ...]  # of each KV cache group
     first_token: int
     end_chunk: int
     token_count: int
@@ -43,7 +45,8 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class _Running:
-    order: LoadOrder
+    first_hash: bytes
+    end_chunk: int
     plan: LoadPlan
     size_bytes: int
     begun_at_s: float
@@ -61,14 +64,12 @@ class LoadPlans:
         self,
         settings: VllmSettings,
         tally: ConnectorCounters,
+        groups: Sequence[KvCacheGroup],
         *,
-        block_tokens: int,
-        chunk_bytes: int,
         now_s: Callable[[], float],
     ) -> None:
-        """chunk_bytes: of all ranks."""
         self._settings, self._tally, self._now_s = settings, tally, now_s
-        self._block_tokens, self._chunk_bytes = block_tokens, chunk_bytes
+        self._groups = groups
         self.cost = LoadCost()
         self._log_rate = LogRateLimiter(now_s)
         self._pauses = Backoff(_PAUSE_S, _PAUSE_MAX_S)
@@ -88,9 +89,15 @@ class LoadPlans:
         return self._now_s() < until_s
 
     def plan(
-        self, chain: Prompt, lookup: Lookup, found: MatchResult, held_tokens: int, link_bytes_per_s: float = 0.0
+        self,
+        chains: tuple[Prompt, ...],
+        lookup: Lookup,
+        found: MatchResult,
+        held_tokens: int,
+        link_bytes_per_s: float = 0.0,
     ) -> LoadPlan | None:
         """What of the found chunks is worth a load. link_bytes_per_s: of the agent's device; 0 if not known."""
+        chain = chains[0]
         runs = self._runs(chain, lookup.held_chunks, found, held_tokens)
         self.cost.link_bytes_per_s, self.cost.local_source = link_bytes_per_s, EngineSource.STAGING
         offered_chunks = chunks = sum(run.chunk_count for run in runs)
@@ -100,7 +107,8 @@ class LoadPlans:
             if offered_chunks and not chunks and not paused and not lookup.counted:
                 lookup.tried = self.cost.tries_declined(self._now_s())
                 chunks = offered_chunks if lookup.tried else 0
-        size_bytes = chunks * self._chunk_bytes
+        chosen = leading(runs, chunks)
+        size_bytes = sum(run.size_bytes for run in chosen)
         # One that is larger than all that may be in flight is loaded alone.
         full = self._queued_bytes and (
             self._one_waits or self._queued_bytes + size_bytes > self._settings.load_bytes_in_flight_max
@@ -119,9 +127,8 @@ class LoadPlans:
         token_count = chain.usable_tokens(end_chunk) - held_tokens
         if not chunks or token_count < max(1, self._settings.min_load_tokens):
             return None
-        chosen = leading(runs, chunks)
         return LoadPlan(
-            chain,
+            chains,
             held_tokens,
             end_chunk,
             token_count,
@@ -133,47 +140,61 @@ class LoadPlans:
             sources=tuple((run.source, run.token_count) for run in chosen if isinstance(run.source, EngineSource)),
         )
 
-    def begin(self, request_id: str, plan: LoadPlan, block_ids: Sequence[int], token_count: int) -> LoadOrder:
-        """The engine has blocks for a plan: of the whole request, from token 0 on."""
-        chunk_tokens, chain = self._settings.chunk_tokens, plan.chain
+    def begin(
+        self, request_id: str, plan: LoadPlan, block_ids: Sequence[Sequence[int]], token_count: int
+    ) -> list[LoadOrder]:
+        """The engine has blocks for a plan: of each group, those of the whole request, from token 0 on."""
+        chunk_tokens = self._settings.chunk_tokens
         end_token = plan.first_token + token_count
-        end_chunk = min(plan.end_chunk, chain.chunks_of(end_token))
+        end_chunk = min(plan.end_chunk, plan.chains[0].chunks_of(end_token))
         compute_ms = self.cost.compute_ms(token_count)
-        order = LoadOrder(
-            request_id=request_id,
-            hashes=chain.packed_hashes(0, end_chunk),
-            token_count=chain.token_count,
-            block_ids=packed_blocks(block_ids[: end_chunk * chunk_tokens // self._block_tokens]),
-            first_chunk=plan.first_token // chunk_tokens,
-            end_chunk=end_chunk,
-            first_token=plan.first_token,
-            end_token=end_token,
-            timeout_s=self._timeout_s(plan, compute_ms),
-            compute_us_per_token=(compute_ms or 0.0) * 1e3 / token_count,
-            trace=plan.trace,
-        )
-        size_bytes = (end_chunk - order.first_chunk) * self._chunk_bytes
+        orders: list[LoadOrder] = []
+        for number, (group, chain, blocks) in enumerate(zip(self._groups, plan.chains, block_ids, strict=True)):
+            first_token = plan.first_token
+            if group.window_tokens:  # tokens that have left the window have no blocks
+                first_token = first_held_token(blocks, first_token, group.block_tokens)
+            if first_token >= end_token:
+                continue
+            order = LoadOrder(
+                request_id=request_id,
+                group=number,
+                hashes=chain.packed_hashes(0, end_chunk),
+                token_count=chain.token_count,
+                block_ids=packed_blocks(blocks[: end_chunk * chunk_tokens // group.block_tokens]),
+                first_chunk=first_token // chunk_tokens,
+                end_chunk=end_chunk,
+                first_token=first_token,
+                end_token=end_token,
+                timeout_s=self._timeout_s(plan, compute_ms),
+                compute_us_per_token=(compute_ms or 0.0) * 1e3 / token_count,
+                trace=plan.trace,
+            )
+            orders.append(order)
+        if not orders:
+            raise InvalidRequest("a load was begun of which no token has a block")
+        size_bytes = sum((end_chunk - order.first_chunk) * self._groups[order.group].chunk_bytes for order in orders)
         earlier = self._running.get(request_id)  # of an aborted request of the same name
         if earlier is not None:
             self._queued_bytes -= earlier.size_bytes
-        self._running[request_id] = _Running(order, plan, size_bytes, self._now_s())
+        first_hash = plan.chains[0].hashes[plan.first_token // chunk_tokens]
+        self._running[request_id] = _Running(first_hash, end_chunk, plan, size_bytes, self._now_s())
         self._queued_bytes += size_bytes
         self.cost.load_begun()
-        until_s = self._now_s() + order.timeout_s + _LATE_S
-        self._first_chunks[chain.hashes[order.first_chunk]] = (request_id, until_s)
-        return order
+        until_s = self._now_s() + self._timeout_s(plan, compute_ms) + _LATE_S
+        self._first_chunks[first_hash] = (request_id, until_s)
+        return orders
 
-    def failed_load_order(self, request_id: str, block_ids: Sequence[int]) -> LoadOrder:
+    def failed_load_order(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> LoadOrder:
         """For an engine that waits for a load of which nothing is known: it brings nothing, and ends."""
         return LoadOrder(
             request_id=request_id,
             hashes=b"",
             token_count=0,
-            block_ids=packed_blocks(block_ids),
+            block_ids=packed_blocks(block_ids[0]),
             first_chunk=0,
             end_chunk=0,
             first_token=0,
-            end_token=len(block_ids) * self._block_tokens,
+            end_token=len(block_ids[0]) * self._groups[0].block_tokens,
             timeout_s=0.0,
         )
 
@@ -188,7 +209,7 @@ class LoadPlans:
         return counts
 
     def ended(self, end: LoadEnd) -> tuple[bytes, ...]:
-        """One worker's part has ended. The chunks that were not to be had."""
+        """One worker's part of one group has ended. The chunks that were not to be had."""
         running = self._running.get(end.request_id)
         if running is None:
             return ()
@@ -197,17 +218,17 @@ class LoadPlans:
         running.tokens += end.result.tokens
         running.failed |= bool(end.failed_chunks)
         running.late |= end.late
-        return running.plan.chain.hashes[end.result.end_chunk : running.order.end_chunk] if end.failed_chunks else ()
+        hashes = running.plan.chains[end.group].hashes
+        return hashes[end.result.end_chunk : running.end_chunk] if end.failed_chunks else ()
 
     def received(self, request_id: str) -> None:
-        """All workers' parts have ended."""
+        """All workers' parts of all groups have ended."""
         running = self._running.pop(request_id, None)
         if running is None:
             return
         self._queued_bytes -= running.size_bytes
-        first_chunk = running.plan.chain.hashes[running.order.first_chunk]
-        if self._first_chunks.get(first_chunk, ("", 0.0))[0] == request_id:
-            del self._first_chunks[first_chunk]
+        if self._first_chunks.get(running.first_hash, ("", 0.0))[0] == request_id:
+            del self._first_chunks[running.first_hash]
         if running.late:
             if self._now_s() >= self._paused_until_s:  # of loads that are late together the first one counts
                 self._paused_until_s = self._now_s() + self._pauses.next_s()
@@ -230,14 +251,18 @@ class LoadPlans:
         return max(timeout_s, self._settings.load_timeout_min_s)
 
     def _runs(self, chain: Prompt, asked_chunks: int, found: MatchResult, held_tokens: int) -> list[LoadRun]:
+        """Chunks that have left a window at the end of all runs are not loaded."""
         chunk_tokens = self._settings.chunk_tokens
+        end_tokens = chain.usable_tokens(found.matched_chunks)
+        needed = [(group.first_chunk(end_tokens, chunk_tokens), group.chunk_bytes) for group in self._groups]
         runs, at = [], asked_chunks
         for run in found.runs:
             first, at = max(at, held_tokens // chunk_tokens), at + run.chunk_count
             count = at - first
             if count > 0:  # the engine may hold more by now than when it asked
                 tokens = chain.usable_tokens(at) - max(first * chunk_tokens, held_tokens)
-                runs.append(LoadRun(count, tokens, count * self._chunk_bytes, run.source))
+                size_bytes = sum(max(0, at - max(first, needed_from)) * each for needed_from, each in needed)
+                runs.append(LoadRun(count, tokens, size_bytes, run.source))
         return runs
 
 

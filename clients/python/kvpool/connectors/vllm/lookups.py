@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from kvpool.client.pool import AsyncPool
 from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
 from kvpool.connectors.vllm.connector_counters import ConnectorCounters
+from kvpool.connectors.vllm.kv_groups import BoundarySearch, KvCacheGroup
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.settings import VllmSettings
@@ -28,15 +29,19 @@ _GRACE_S = 1.0  # a match has a deadline of its own; so much later its answer is
 _IDLE_WAITS = 5  # of `lookup_wait_ms`, while the engine computes nothing
 _LOOP_TOKENS = 1 << 14  # more are not hashed on the loop, which has loads to end: 1 ms
 
-_NO_CHAIN = Prompt(1, 0, b"")
+_ROUNDS_MAX = 4  # of questions about groups whose windows lack chunks; then what is known decides
+
+_NO_CHAINS = (Prompt(1, 0, b""),)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """chain: of the request's tokens when it was asked. match: None if only the chain was wanted."""
+    """chains: of the request's tokens when it was asked, of each KV cache group. match: None if only they were wanted.
+    runs: of each group, chunks that the pool has, each run up to one that it has not."""
 
-    chain: Prompt
+    chains: tuple[Prompt, ...]
     match: MatchResult | None
+    runs: tuple[tuple[range, ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -47,18 +52,19 @@ class Lookup:
     running: Future[Found] | None = None
     awaited_since_s: float | None = None  # the engine could schedule the request
     found: MatchResult | None = None
+    runs: tuple[tuple[range, ...], ...] = ()  # see Found
     found_at_s: float = 0.0
     counted: bool = False  # what was made of the answer
     tried: bool = False  # it is loaded though computing was taken to be quicker
     held_chunks: int = 0  # that it was asked with: `found.runs` begin after them
 
     @property
-    def chain(self) -> Prompt | None:
-        """Of one that has ended and was not asked for its answer yet."""
+    def chains(self) -> tuple[Prompt, ...]:
+        """Of one that has ended and was not asked for its answer yet; else empty."""
         running = self.running
         if running is None or not running.done() or running.cancelled() or running.exception() is not None:
-            return None
-        return running.result().chain
+            return ()
+        return running.result().chains
 
     def cancel(self) -> None:
         """Its answer is not needed any more."""
@@ -72,8 +78,14 @@ class Lookups:
     engine computes."""
 
     def __init__(
-        self, settings: VllmSettings, link: PoolLink, tally: ConnectorCounters, now_s: Callable[[], float]
+        self,
+        settings: VllmSettings,
+        link: PoolLink,
+        groups: Sequence[KvCacheGroup],
+        tally: ConnectorCounters,
+        now_s: Callable[[], float],
     ) -> None:
+        self._groups = groups
         self._settings, self._link, self._tally, self._now_s = settings, link, tally, now_s
         self._backoff = Backoff(0.1, 5.0)
         self._silent_until_s = 0.0
@@ -86,29 +98,28 @@ class Lookups:
         self._waited_s = 0.0
 
     @property
-    def pool(self) -> AsyncPool | None:
-        """The pool if it may be asked now."""
-        return None if self._now_s() < self._silent_until_s else self._link.pool
+    def pools(self) -> tuple[AsyncPool, ...]:
+        """The pool as each group sees it, if it may be asked now; else empty."""
+        return () if self._now_s() < self._silent_until_s else self._link.pools
 
     def begin(
         self,
         lookup: Lookup,
-        pool: AsyncPool,
-        hash_tokens: Callable[[], Prompt],
+        pools: Sequence[AsyncPool],
+        hash_tokens: Callable[[], tuple[Prompt, ...]],
         token_count: int,
         *,
         held_chunks: int = 0,
         match: bool = True,
     ) -> None:
         """Hash so many tokens and ask for them. match: False only hashes. hash_tokens runs on another thread."""
-        timeout_s = self._settings.match_timeout_s
 
         async def ask() -> Found:
-            chain = hash_tokens() if token_count <= _LOOP_TOKENS else await asyncio.to_thread(hash_tokens)
+            chains = hash_tokens() if token_count <= _LOOP_TOKENS else await asyncio.to_thread(hash_tokens)
             if not match:
-                return Found(chain, None)
+                return Found(chains, None)
             async with self._limiter.acquire(0):
-                return Found(chain, await pool.match(chain, held_chunks=held_chunks, timeout_s=timeout_s))
+                return await self._match(pools, chains, held_chunks)
 
         self._tally.lookups += match
         lookup.held_chunks, lookup.awaited_since_s = held_chunks, None
@@ -121,37 +132,54 @@ class Lookups:
     def answer(
         self,
         lookup: Lookup,
-        pool: AsyncPool,
-        hash_tokens: Callable[[], Prompt],
+        pools: Sequence[AsyncPool],
+        hash_tokens: Callable[[], tuple[Prompt, ...]],
         token_count: int,
         held_chunks: int,
         *,
         idle: bool = False,
-    ) -> Prompt | None:
-        """The chain of a request whose answer is in `lookup.found` now; None while that is not known. Waits for a
-        moment at most. hash_tokens gives a chain that is known already at once. idle: the engine computes nothing."""
+    ) -> tuple[Prompt, ...]:
+        """The chains of a request whose answer is in `lookup.found` now; empty while that is not known. Waits for a
+        moment at most. hash_tokens gives chains that are known already at once. idle: the engine computes nothing."""
         now_s = self._now_s()
         fresh = now_s - lookup.found_at_s < _GOOD_FOR_S and lookup.held_chunks <= held_chunks
         if lookup.running is None and fresh and lookup.found is not None and lookup.found.error is None:
             return hash_tokens()
         if lookup.running is None:
-            self.begin(lookup, pool, hash_tokens, token_count, held_chunks=held_chunks)
+            self.begin(lookup, pools, hash_tokens, token_count, held_chunks=held_chunks)
         if lookup.awaited_since_s is None:
             lookup.awaited_since_s = now_s
         found = self._result(lookup, _IDLE_WAITS if idle else 1)
         if found is None:
-            return None
+            return ()
         lookup.running = None
-        if found.match is None:  # only its chain was wanted until now
-            self.begin(lookup, pool, lambda: found.chain, 0, held_chunks=held_chunks)
-            return None
-        lookup.found, lookup.found_at_s = found.match, now_s
+        if found.match is None:  # only its chains were wanted until now
+            self.begin(lookup, pools, lambda: found.chains, 0, held_chunks=held_chunks)
+            return ()
+        lookup.found, lookup.runs, lookup.found_at_s = found.match, found.runs, now_s
         lookup.counted = lookup.tried = False
         if found.match.error is not None:
             self._failed(found.match.error)
         else:
             self._backoff.reset()
-        return found.chain if lookup.held_chunks <= held_chunks else None  # None: the engine lost some meanwhile
+        return found.chains if lookup.held_chunks <= held_chunks else ()  # the engine lost some meanwhile
+
+    async def _match(self, pools: Sequence[AsyncPool], chains: tuple[Prompt, ...], held_chunks: int) -> Found:
+        """The deepest boundary that all groups have. On the pool's loop; takes no longer than one match may."""
+        search, loop = BoundarySearch(self._groups, chains[0], held_chunks), asyncio.get_running_loop()
+        deadline_s = loop.time() + self._settings.match_timeout_s
+        for _ in range(_ROUNDS_MAX):
+            asks, left_s = search.asks(), deadline_s - loop.time()
+            if not asks or left_s <= 0:
+                break
+            matches = await asyncio.gather(
+                *(pools[group].match(chains[group], held_chunks=first, timeout_s=left_s) for group, first in asks)
+            )
+            for (group, first), match in zip(asks, matches, strict=True):
+                if match.error is not None:
+                    return Found(chains, match)
+                search.found(group, first, match)
+        return Found(chains, search.match, search.runs)
 
     def _result(self, lookup: Lookup, waits: int) -> Found | None:
         running = lookup.running
@@ -180,7 +208,7 @@ class Lookups:
 
 
 def _failure(error: KvPoolError) -> Found:
-    return Found(_NO_CHAIN, MatchResult(0, error=error))
+    return Found(_NO_CHAINS, MatchResult(0, error=error))
 
 
 def _as_pool_error(error: BaseException) -> KvPoolError:

@@ -19,8 +19,9 @@ Blocks = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadOrder:
-    """Load chunks [first_chunk, end_chunk) of a chain into the blocks of a request.
+    """Load chunks [first_chunk, end_chunk) of a chain into the blocks that a request has of one KV cache group.
 
+    group:       number of the group: a request that is loaded has an order for each, all in one step.
     hashes:      [C * 16] bytes, of all chunks of the chain up to end_chunk. token_count: of the prompt.
     block_ids:   [B] int32, of the request, from token 0 on, those of all of end_chunk included.
     first_token: the first one that the engine does not hold; it lies in first_chunk.
@@ -37,6 +38,7 @@ class LoadOrder:
     first_token: int
     end_token: int
     timeout_s: float
+    group: int = 0
     compute_us_per_token: float = 0.0  # were the engine to compute them; 0 if not known
     trace: TraceParent | None = None
 
@@ -61,6 +63,7 @@ class StoreOrder:
     block_ids: Blocks
     first_chunk: int
     end_chunk: int
+    group: int = 0
     trace: TraceParent | None = None
     retention: Retention | None = None
 
@@ -85,10 +88,11 @@ def block_table(order: LoadOrder | StoreOrder, split: int) -> npt.NDArray[np.int
 class StepOrders:
     """Of one engine step.
 
-    step:      its number, which the workers say back.
+    step:      its number from 1 on, which the workers say back; 0: its orders are not known, any block may be in use.
     cancel:    requests whose loads are no longer needed.
     release:   finished requests whose blocks the engine holds until their stores have let go of them.
     preempted: requests whose blocks the engine uses again from this step on.
+    overwritten: numbers of stores of whose blocks the engine uses some again from this step on.
     computes:  whether this step computes anything, or the one before did: it may still run.
     """
 
@@ -98,6 +102,7 @@ class StepOrders:
     stores: list[StoreOrder] = field(default_factory=list)
     release: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    overwritten: list[int] = field(default_factory=list)
     computes: bool = True
 
 
@@ -113,12 +118,13 @@ class ChunksChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEnd:
-    """A load has ended on one rank: what it brought. cancelled: by order. duration_s: as the engine saw it."""
+    """A load of one group has ended on one rank: what it brought. cancelled: by order. duration_s: the engine's."""
 
     request_id: str
     result: LoadResult
     duration_s: float
     size_bytes: int  # of what came in
+    group: int = 0
     cancelled: bool = False
 
     @property

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from kvpool.client.engine_items import EngineSource
 from kvpool.client.hashing import Prompt
@@ -16,6 +15,7 @@ from kvpool.connectors.vllm.adapters import Adapters
 from kvpool.connectors.vllm.connector_counters import ConnectorCounters
 from kvpool.connectors.vllm.engine_facts import WeightsEpoch
 from kvpool.connectors.vllm.known_chunks import KnownChunks
+from kvpool.connectors.vllm.kv_groups import KvCacheGroup
 from kvpool.connectors.vllm.leases import Leases
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.load_plans import LoadPlan, LoadPlans
@@ -43,12 +43,14 @@ class _State:
     shareable: bool  # whether equal keys mean equal KV
     options: RequestOptions = field(default_factory=RequestOptions)
     adapter: bytes | None = None  # its LoRA adapter's identity, once it is known
-    chain: Prompt | None = None
+    chains: tuple[Prompt, ...] = ()  # of each KV cache group
     lookup: Lookup = field(default_factory=Lookup)
     plan: LoadPlan | None = None
     loaded_at_preemption: int = -1  # number of preemptions before the last load: one load each time is enough
     loading: bool = False
-    stored_chunks: int = 0  # leading chunks whose store has been ordered since the last preemption
+    held_tokens: int = 0  # of the engine's own, when vLLM last asked: blocks from there on are new ones
+    # Of each group, leading chunks whose store has been ordered since the last preemption.
+    stored_chunks: Counter[int] = field(default_factory=Counter)
 
 
 class SchedulerSide:
@@ -60,9 +62,8 @@ class SchedulerSide:
         self,
         settings: VllmSettings,
         link: PoolLink,
+        groups: Sequence[KvCacheGroup],
         *,
-        block_tokens: int,
-        chunk_bytes: int,
         worker_count: int,
         shares_blocks: bool,
         tells_changes: bool = True,
@@ -71,15 +72,20 @@ class SchedulerSide:
         weights: WeightsEpoch | None = None,
         wall_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
-        """chunk_bytes: of all ranks. shares_blocks: the engine finds blocks of other requests again. tells_changes:
-        `take_changes` is called. weights: None as long as vLLM names no versions of them. volatile_tokens: the last
-        computed ones, whose KV a drafter may write again."""
-        self._settings, self._link = settings, link
+        """groups: in vLLM's order, as the pools of the link. shares_blocks: the engine finds blocks of other requests
+        again. tells_changes: `take_changes` is called. weights: None as long as vLLM names no versions of them.
+        volatile_tokens: the last computed ones, whose KV a drafter may write again."""
+        self._settings, self._link, self._groups = settings, link, groups
         self._shares_blocks, self._tells_changes, self._now_s = shares_blocks, tells_changes, now_s
         self._volatile_tokens, self._wall_us = volatile_tokens, wall_us
         self._states: dict[str, _State] = {}
         self._computing: set[str] = set()  # in the last step
         self._prefilling: set[str] = set()  # some of the prompt's chunks are not ordered to be stored yet
+        self._windows = [number for number, group in enumerate(groups) if group.window_tokens]
+        self._generating: set[str] = set()  # chunks of windows are to be stored before vLLM takes their blocks away
+        self._new_blocks: list[int] = []  # that requests were given since the last step
+        full = [number for number, group in enumerate(groups) if not group.window_tokens]
+        self._main_group = full[0] if full else 0  # has most chunks: its hashes stand for a prompt's in logs and events
         self._adapters = Adapters(link.start)
         self._weights = weights or WeightsEpoch(lambda: None)
         self._epoch = self._weights.epoch()
@@ -88,16 +94,16 @@ class SchedulerSide:
         self._steps = StepClock(now_s)
         self._known = KnownChunks()
         self._changed: deque[ChunksChanged] = deque(maxlen=_CHANGES_MAX)
-        self._lookups = Lookups(settings, link, self.tally, now_s)
-        self._loads = LoadPlans(settings, self.tally, block_tokens=block_tokens, chunk_bytes=chunk_bytes, now_s=now_s)
+        self._lookups = Lookups(settings, link, groups, self.tally, now_s)
+        self._loads = LoadPlans(settings, self.tally, groups, now_s=now_s)
         self.cost = self._loads.cost
-        self._leases = Leases(link, bytes_max=settings.lease_bytes_max, chunk_bytes=chunk_bytes, now_s=now_s)
+        self._leases = Leases(link, groups, bytes_max=settings.lease_bytes_max, now_s=now_s)
         self._store_plans = StorePlans(
             self._known,
+            groups,
             worker_count=worker_count,
             chunk_tokens=settings.chunk_tokens,
-            block_tokens=block_tokens,
-            names_tokens=tells_changes,
+            named_group=self._main_group if tells_changes else None,
         )
         self._orders: list[LoadOrder] = []
         self._cancel: list[str] = []
@@ -119,11 +125,10 @@ class SchedulerSide:
         self._follow_weights()
         if not self._is_shareable(state) or request.num_tokens < self._settings.chunk_tokens:
             return
-        pool = self._pool_for(state, 0)
-        if pool is not None or (self._link.pool is not None and self._stores_any(state)):
-            asked = pool or self._link.pool
-            assert asked is not None
-            self._lookups.begin(state.lookup, asked, self._hashing(state, asked), request.num_tokens, match=bool(pool))
+        pools = self._pools_for(state, 0)
+        asked = pools or (self._link.pools if self._stores_any(state) else ())
+        if asked:
+            self._lookups.begin(state.lookup, asked, self._hashing(state, asked), request.num_tokens, match=bool(pools))
 
     def matched_tokens(self, request: Request, held_tokens: int) -> int | None:
         """Tokens after the held ones (vLLM's num_computed_tokens) that will be loaded. None, to be asked again in a
@@ -131,6 +136,7 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None:
             return 0
+        state.held_tokens = held_tokens
         token_count = self._planned_tokens(state, held_tokens)
         if token_count == 0:
             self._leases.end(request.request_id)
@@ -139,28 +145,29 @@ class SchedulerSide:
     def _planned_tokens(self, state: _State, held_tokens: int) -> int | None:
         request = state.request
         self._follow_weights()
-        state.plan, pool = None, self._pool_for(state, held_tokens)
+        state.plan, pools = None, self._pools_for(state, held_tokens)
         held_chunks = held_tokens // self._settings.chunk_tokens
-        if pool is None or request.num_tokens // self._settings.chunk_tokens <= held_chunks:
+        if not pools or request.num_tokens // self._settings.chunk_tokens <= held_chunks:
             return 0
-        lookup, hashing = state.lookup, self._hashing(state, pool)
-        chain = self._lookups.answer(
-            lookup, pool, hashing, request.num_tokens, held_chunks, idle=self._computing.isdisjoint(self._states)
+        lookup, hashing = state.lookup, self._hashing(state, pools)
+        chains = self._lookups.answer(
+            lookup, pools, hashing, request.num_tokens, held_chunks, idle=self._computing.isdisjoint(self._states)
         )
         found = lookup.found
-        if chain is None or found is None:
+        if not chains or found is None:
             return None
         if found.error is None:
-            state.chain = chain
-        if chain.chunk_count <= held_chunks:
+            state.chains = chains
+        if chains[0].chunk_count <= held_chunks:
             return 0
-        if self._shares_blocks and self._loads.is_awaited(chain.hashes[held_chunks]):
+        if self._shares_blocks and self._loads.is_awaited(chains[0].hashes[held_chunks]):
             return None  # another request loads this very chunk: its blocks will be found then
         if not lookup.counted:
-            self._known.add(chain.hashes[held_chunks : found.matched_chunks])
-            if found.error is None:  # what was evicted is to be stored again
-                self._known.drop(chain.hashes[found.matched_chunks : found.matched_chunks + 1])
-        plan = self._loads.plan(chain, lookup, found, held_tokens, pool.session.link_bytes_per_s)
+            for chain, runs in zip(chains, lookup.runs, strict=False):
+                for run in runs:
+                    self._known.add(chain.hashes[run.start : run.stop])
+                    self._known.drop(chain.hashes[run.stop : run.stop + 1])  # what was evicted is to be stored again
+        plan = self._loads.plan(chains, lookup, found, held_tokens, pools[0].session.link_bytes_per_s)
         if plan is not None:
             self._leases.want(request.request_id, plan)
         if plan is not None and plan.must_wait:
@@ -168,32 +175,53 @@ class SchedulerSide:
         state.plan = plan
         return plan.token_count if plan is not None else 0
 
-    def allocated(self, request: Request, block_ids: Sequence[int], loaded_tokens: int) -> None:
-        """The engine has blocks for a plan: of the whole request, from token 0 on. It waits for the load now, whatever
-        happens here: what cannot be begun is ordered as a load that fails at once."""
+    def allocated(self, request: Request, block_ids: BlocksOfGroups, loaded_tokens: int) -> None:
+        """The engine has blocks for a plan: of each group, those of the whole request, from token 0 on. It waits for
+        the load now, whatever happens here: what cannot be begun is ordered as a load that fails at once."""
         state = self._states.get(request.request_id)
         self._leases.allocated(request.request_id)
+        self._note_new_blocks(state, block_ids)
         try:
             if state is None or state.plan is None:
                 raise InvalidRequest("a load was begun that was not planned")
-            order = self._loads.begin(request.request_id, state.plan, block_ids, loaded_tokens)
+            orders = self._loads.begin(request.request_id, state.plan, block_ids, loaded_tokens)
         except Exception:
             _log.exception("kvpool: request %s computes instead of loading", request.request_id)
-            order = self._loads.failed_load_order(request.request_id, block_ids)
-        self._orders.append(order)
+            orders = [self._loads.failed_load_order(request.request_id, block_ids)]
+        self._orders += orders
         if state is not None:
             state.plan, state.loaded_at_preemption = None, request.num_preemptions
             state.loading = not self._settings.layerwise  # else its step has waited when anything is heard
 
-    def not_chosen(self, request: Request) -> None:
+    def not_chosen(self, request: Request, block_ids: BlocksOfGroups = ()) -> None:
         """The engine has blocks for the request and loads nothing of it from here: another connector may."""
         state = self._states.get(request.request_id)
+        self._note_new_blocks(state, block_ids)
         self._leases.end(request.request_id)
         if state is not None:
             state.plan = None
 
-    def build(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids_of: BlockIdsOf) -> StepOrders:
-        """The orders of a step that computes so many tokens of each request."""
+    def _note_new_blocks(self, state: _State | None, block_ids: BlocksOfGroups) -> None:
+        """Of a request that vLLM admits: those that it did not find in its own cache."""
+        if self._windows:
+            held_tokens = state.held_tokens if state is not None else 0
+            for group, blocks in zip(self._groups, block_ids, strict=False):
+                self._new_blocks += blocks[held_tokens // group.block_tokens :]
+
+    @property
+    def watches_blocks(self) -> bool:
+        """Whether `build` wants to know which blocks running requests were given."""
+        return bool(self._windows)
+
+    def build(
+        self,
+        scheduled: Mapping[str, int],
+        preempted: Iterable[str],
+        block_ids_of: BlockIdsOf,
+        new_blocks: Iterable[int] = (),
+    ) -> StepOrders:
+        """The orders of a step that computes so many tokens of each request. new_blocks: that requests were given in
+        it, beside those of `allocated` and `not_chosen`; see `watches_blocks`."""
         self._lookups.new_step()
         self._loads.new_step()
         self._leases.new_step()
@@ -209,38 +237,48 @@ class SchedulerSide:
             stores=self._stores,
             release=self._release,
             preempted=list(preempted),
+            overwritten=self._store_plans.overwritten([*self._new_blocks, *new_blocks]),
             computes=computes,
         )
-        self._orders, self._cancel, self._stores, self._release = [], [], [], []
+        self._orders, self._cancel, self._stores, self._release, self._new_blocks = [], [], [], [], []
         for request_id in orders.preempted:
             if request_id in self._states:
-                self._states[request_id].stored_chunks = 0
+                self._states[request_id].stored_chunks.clear()
                 self._prefilling.add(request_id)
-        if self._settings.store == STORE_PREFILL:
+        # A window's blocks are gone when the request ends: its chunks are stored as they are computed in any case.
+        groups = range(len(self._groups)) if self._settings.store == STORE_PREFILL else self._windows
+        if groups and self._settings.store != STORE_NEVER:
             for request_id in [one for one in scheduled if one in self._prefilling]:
                 state, token_count = self._states[request_id], scheduled[request_id]
                 computed = min(state.request.num_computed_tokens + token_count, state.request.num_prompt_tokens)
-                self._store(orders.stores, state, computed, block_ids_of)
-                if state.stored_chunks >= self._lasting_chunks(state.request.num_prompt_tokens):
+                self._store(orders.stores, state, computed, block_ids_of, groups)
+                end_chunk = self._lasting_chunks(state.request.num_prompt_tokens)
+                if all(state.stored_chunks[number] >= end_chunk for number in groups):
                     self._prefilling.discard(request_id)
+                    if self._windows and self._settings.store_generated:
+                        self._generating.add(request_id)
+            for request_id in [one for one in scheduled if one in self._generating]:
+                state = self._states[request_id]
+                self._store(orders.stores, state, _final_tokens(state.request), block_ids_of, self._windows)
         return orders
 
-    def finished(self, request: Request, block_ids: Sequence[int], status: str) -> bool:
+    def finished(self, request: Request, block_ids: BlocksOfGroups, status: str) -> bool:
         """Whether the engine shall keep the request's blocks until the workers say that nothing reads them."""
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
         self._prefilling.discard(request.request_id)
+        self._generating.discard(request.request_id)
         state.lookup.cancel()
         self._leases.end(request.request_id)
         if state.loading:
             self._cancel.append(request.request_id)
             return False  # the engine holds the blocks until the load has ended
         if status in _STORABLE:
-            computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+            computed = _final_tokens(request)
             if not self._settings.store_generated:
                 computed = min(computed, request.num_prompt_tokens)
-            self._store(self._stores, state, computed, lambda _: block_ids)
+            self._store(self._stores, state, computed, lambda _: block_ids, range(len(self._groups)))
         if not self._store_plans.any_open(request.request_id):
             return False
         self._release.append(request.request_id)
@@ -297,7 +335,8 @@ class SchedulerSide:
         self._prefilling = set(self._states)
         for state in self._states.values():
             state.lookup.cancel()
-            state.lookup, state.chain, state.plan, state.stored_chunks = Lookup(state.lookup.trace), None, None, 0
+            state.lookup, state.chains, state.plan = Lookup(state.lookup.trace), (), None
+            state.stored_chunks.clear()
             state.shareable &= not (state.loading or state.request.num_computed_tokens)
         _log.warning("kvpool: the weights may have changed: this engine shares %s", self._weights.shared_with())
 
@@ -321,30 +360,39 @@ class SchedulerSide:
             state.adapter = self._adapters.identity(adapter)
         return state.adapter is not None
 
-    def _pool_for(self, state: _State, held_tokens: int) -> AsyncPool | None:
+    def _pools_for(self, state: _State, held_tokens: int) -> tuple[AsyncPool, ...]:
         request = state.request
         if request.skip_reading_prefix_cache or self._settings.load == LOAD_NEVER or not state.options.load:
-            return None
+            return ()
         if not self._is_shareable(state):
-            return None
+            return ()
         if request.num_tokens - 1 - held_tokens < max(1, self._settings.min_load_tokens):
-            return None
+            return ()
         if state.loaded_at_preemption == request.num_preemptions or self._now_s() < self._unready_until_s:
-            return None
-        return self._lookups.pool
+            return ()
+        return self._lookups.pools
 
-    def _hashing(self, state: _State, pool: AsyncPool) -> Callable[[], Prompt]:
-        """What hashes the request's tokens, on any thread; the chain that is known if there are no more of them."""
-        known, request = state.chain, state.request
-        if known is not None and known.token_count >= request.num_tokens:
+    def _hashing(self, state: _State, pools: Sequence[AsyncPool]) -> Callable[[], tuple[Prompt, ...]]:
+        """What hashes the request's tokens, on any thread; the chains that are known if there are no more of them."""
+        known, request = state.chains, state.request
+        if known and known[0].token_count >= request.num_tokens:
             return lambda: known
-        hash_key, chunk_tokens = pool.session.hash_key, self._settings.chunk_tokens
-        return partial(request_chain, request, state.adapter, hash_key, chunk_tokens, known, self._epoch)
+        chunk_tokens, adapter, epoch = self._settings.chunk_tokens, state.adapter, self._epoch
+        keys = [pool.session.hash_key for pool in pools]
 
-    def _chain_of(self, state: _State, pool: AsyncPool) -> Prompt:
-        state.chain = state.chain or state.lookup.chain
-        state.chain = self._hashing(state, pool)()
-        return state.chain
+        def hash_tokens() -> tuple[Prompt, ...]:
+            begun = known or (None,) * len(keys)
+            return tuple(
+                request_chain(request, adapter, key, chunk_tokens, chain, epoch)
+                for key, chain in zip(keys, begun, strict=True)
+            )
+
+        return hash_tokens
+
+    def _chains_of(self, state: _State, pools: Sequence[AsyncPool]) -> tuple[Prompt, ...]:
+        state.chains = state.chains or state.lookup.chains
+        state.chains = self._hashing(state, pools)()
+        return state.chains
 
     def _prefill_tokens(self, scheduled: Mapping[str, int]) -> int:
         """Of those that are known before they are computed: no drafts of speculative decoding."""
@@ -356,26 +404,40 @@ class SchedulerSide:
                 known += min(token_count, left) if left > 1 else 0
         return known
 
-    def _store(self, orders: list[StoreOrder], state: _State, computed_tokens: int, block_ids_of: BlockIdsOf) -> None:
-        """Order a store of the leading full chunks that the pool is not known to have."""
-        end_chunk, first_chunk = self._lasting_chunks(computed_tokens), state.stored_chunks
-        pool = self._link.pool if self._stores_any(state) else None
-        if end_chunk <= first_chunk or pool is None or self._now_s() < self._unready_until_s:
+    def _store(
+        self,
+        orders: list[StoreOrder],
+        state: _State,
+        computed_tokens: int,
+        block_ids_of: BlockIdsOf,
+        groups: Sequence[int],
+    ) -> None:
+        """Order stores of the leading full chunks of these groups that the pool is not known to have."""
+        end_chunk = self._lasting_chunks(computed_tokens)
+        lacking = [number for number in groups if state.stored_chunks[number] < end_chunk]
+        pools = self._link.pools if self._stores_any(state) else ()
+        if not lacking or not pools or self._now_s() < self._unready_until_s:
             return
         try:
             block_ids = block_ids_of(state.request.request_id) if self._is_shareable(state) else None
             if block_ids is None:
                 return
-            state.stored_chunks = end_chunk
-            chain = self._chain_of(state, pool)
-            retention = state.options.retention
-            order = self._store_plans.order(state.request, chain, first_chunk, end_chunk, block_ids, retention)
+            begun = state.stored_chunks.copy()
+            state.stored_chunks.update({number: end_chunk - begun[number] for number in lacking})
+            chains = self._chains_of(state, pools)
+            for number in lacking:
+                # vLLM may use blocks again that have left the window: a store of its own for what stays.
+                split = self._groups[number].first_chunk(computed_tokens, self._settings.chunk_tokens)
+                split = min(max(split, begun[number]), end_chunk)
+                for chunks in (range(begun[number], split), range(split, end_chunk)):
+                    order = self._store_plans.order(
+                        state.request, number, chains[number], chunks, block_ids[number], state.options.retention
+                    )
+                    if order is not None:
+                        orders.append(order)
         except Exception:  # of one request: the other orders of the step have to go out
             if self._log_rate.due("store"):
                 _log.exception("kvpool: a store could not be ordered%s", self._log_rate.more("store"))
-            return
-        if order is not None:
-            orders.append(order)
 
     def _lasting_chunks(self, computed_tokens: int) -> int:
         """Whole chunks of which no drafter writes any more."""
@@ -388,7 +450,8 @@ class SchedulerSide:
             _log.warning("kvpool: %d chunks were not loaded: %s%s", end.failed_chunks, why, more)
         if gone and end.gone:
             self._known.drop(gone)
-            self._tell(ChunksChanged(hashes=gone))
+            if end.group == self._main_group:
+                self._tell(ChunksChanged(hashes=gone))
 
     def _store_ended(self, end: StoreEnd) -> None:
         if end.failed_chunks:
@@ -402,4 +465,10 @@ class SchedulerSide:
             self._changed.append(change)
 
 
-BlockIdsOf = Callable[[str], Sequence[int] | None]
+def _final_tokens(request: Request) -> int:
+    """Leading tokens whose KV has been computed, and with the tokens that they are."""
+    return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+
+
+BlocksOfGroups = Sequence[Sequence[int]]
+BlockIdsOf = Callable[[str], BlocksOfGroups | None]

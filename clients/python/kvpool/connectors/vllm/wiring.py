@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvpool.client.engine_registration import EngineRegistration, GpuRegion
 from kvpool.connectors.vllm.agent_choice import AgentChoice, WorkerPlace
-from kvpool.connectors.vllm.cache_memory import cache_memory
+from kvpool.connectors.vllm.cache_memory import CacheMemory, cache_memory
 from kvpool.connectors.vllm.engine_facts import WeightsEpoch
 from kvpool.connectors.vllm.engine_work import EngineWork
 from kvpool.connectors.vllm.granted_layout import granted_layout
@@ -22,12 +22,16 @@ from kvpool.connectors.vllm.identity import (
     model_spec,
     part_of_rank,
 )
+from kvpool.connectors.vllm.kv_groups import KvCacheGroup
 from kvpool.connectors.vllm.link import PoolLink, unreachable
 from kvpool.connectors.vllm.scheduler import SchedulerSide
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
+from kvpool.connectors.vllm.worker_stores import WorkerGroup
+from kvpool.core.errors import GeometryUnsupported
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
+from kvpool.core.partition import RankPart
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +39,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 
 
-def settings_of(vllm_config: Any) -> VllmSettings:
-    """raises: InvalidRequest for an extra config that must be changed."""
+def settings_of(vllm_config: Any, kv_cache_config: Any = None) -> VllmSettings:
+    """kv_cache_config: None where vLLM does not know it yet. raises: InvalidRequest for an extra config that must be
+    changed."""
     transfer = vllm_config.kv_transfer_config
     settings = VllmSettings.of(transfer.kv_connector_extra_config).limited(
         loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer
@@ -47,7 +52,17 @@ def settings_of(vllm_config: Any) -> VllmSettings:
             "kvpool: layerwise loads need --no-async-scheduling and no pipeline; requests wait for their loads"
         )
         return replace(settings, layerwise=False)
+    if settings.layerwise and _fails_whole(kv_cache_config):
+        _log.warning("kvpool: layerwise loads are not served with sliding windows; requests wait for their loads")
+        return replace(settings, layerwise=False)
     return settings
+
+
+def _fails_whole(kv_cache_config: Any) -> bool:
+    """Whether an engine can go on from the end of a load alone, not from its middle: vLLM keeps no blocks before the
+    window of the end, and it cannot take failed blocks of several KV cache groups apart."""
+    groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
+    return len(groups) > 1 or any(type(group.kv_cache_spec).__name__ == "SlidingWindowSpec" for group in groups)
 
 
 def scheduler_side(
@@ -59,42 +74,55 @@ def scheduler_side(
 ) -> tuple[SchedulerSide, Callable[[], object]]:
     """And what closes it. weight_version: None if vLLM has none. raises: GeometryUnsupported, InvalidRequest,
     PartitionRefused."""
-    facts = cache_facts(vllm_config, kv_cache_config)
-    check_ranks(model_spec(settings, vllm_config, facts, read_weights=False), vllm_config)
-    place = WorkerPlace.of(vllm_config.parallel_config, 0, on_gpu=not facts.opaque)
+    groups = cache_facts(vllm_config, kv_cache_config)
+    on_gpu = not groups[0].opaque
+    geometries = [model_spec(settings, vllm_config, facts, read_weights=False) for facts in groups]
+    for geometry in geometries:
+        check_ranks(geometry, vllm_config)
+    place = WorkerPlace.of(vllm_config.parallel_config, 0, on_gpu=on_gpu)
     engine_name = f"vllm-{vllm_config.kv_transfer_config.engine_id}-scheduler"
 
-    def plan() -> EngineRegistration:
+    def plans() -> list[EngineRegistration]:
         endpoint = agents.choose(place)
-        spec = model_spec(settings, vllm_config, facts)
-        return EngineRegistration(
-            endpoint=endpoint,
-            engine_name=engine_name,
-            keyspace_name=keyspace_name(settings, spec),
-            spec=spec,
-            layout=_one_block(spec, facts),
-            regions=(),
-            match_only=True,
-        )
+        specs = [model_spec(settings, vllm_config, facts) for facts in groups]
+        return [
+            EngineRegistration(
+                endpoint=endpoint,
+                engine_name=engine_name,
+                keyspace_name=keyspace_name(settings, spec, facts),
+                spec=spec,
+                layout=_one_block(spec, facts),
+                regions=(),
+                match_only=True,
+            )
+            for spec, facts in zip(specs, groups, strict=True)
+        ]
 
-    config = settings.client_config(on_gpu=not facts.opaque)
-    link = PoolLink(plan, config)
+    link = PoolLink(plans, settings.client_config(on_gpu=on_gpu))
     link.wait_tried(settings.start_wait_s)
     parallel = vllm_config.parallel_config
     events = vllm_config.kv_events_config
-    layer_count = vllm_config.model_config.get_total_num_hidden_layers() + facts.draft_layers
-    heads = 1 if vllm_config.model_config.use_mla else vllm_config.model_config.get_total_num_kv_heads()
     side = SchedulerSide(
         settings,
         link,
-        block_tokens=facts.block_tokens,
-        chunk_bytes=settings.chunk_tokens * facts.row_bytes * heads * layer_count,
+        [
+            KvCacheGroup(
+                block_tokens=facts.block_tokens,
+                chunk_bytes=geometry.head_bytes * geometry.group.kv_heads * geometry.group.layers,
+                window_tokens=facts.window_tokens,
+            )
+            for geometry, facts in zip(geometries, groups, strict=True)
+        ],
         worker_count=parallel.world_size,
         shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
         tells_changes=events is not None and bool(events.enable_kv_cache_events),
-        volatile_tokens=facts.volatile_tokens,
+        volatile_tokens=groups[0].volatile_tokens,
         weights=WeightsEpoch(weight_version),
     )
+    if side.watches_blocks and getattr(kv_cache_config, "prefix_cache_retention_interval", None) == 0:
+        # With its default vLLM uses blocks again first of all that have left a window, often while they are stored.
+        # With dense retention they are kept as all others, as long as there is room. It reads this later.
+        kv_cache_config.prefix_cache_retention_interval = None
     return side, link.close
 
 
@@ -110,90 +138,141 @@ def worker_side(
 ) -> tuple[WorkerSide, Callable[[], object]]:
     """And what closes it. loads_wait, idle_wait: see WorkerSide. raises: GeometryUnsupported, InvalidRequest,
     PartitionRefused, StartupFailed."""
-    facts = cache_facts(vllm_config, kv_cache_config)
     rank = vllm_config.parallel_config.rank
-    # The geometry is needed now, before vLLM captures addresses; the weights' digest may come later.
-    geometry = model_spec(settings, vllm_config, facts, read_weights=False)
-    check_ranks(geometry, vllm_config)
-    part = part_of_rank(geometry, vllm_config, rank)
-    names = layer_order(kv_caches, kv_cache_config.kv_cache_groups[0], len(part.layers), facts.draft_layers)
-    memory = cache_memory(
-        [kv_caches[name] for name in names], geometry, part, facts.block_tokens, kv_cache_config.num_blocks
-    )
-
+    groups = _rank_groups(settings, vllm_config, kv_cache_config, kv_caches)
+    memory, part = groups[0].memory, groups[0].part  # of the memory's device, and of who writes, all say the same
     gpu = next((region.memory.device_uuid for region in memory.regions if isinstance(region, GpuRegion)), "")
     place = WorkerPlace.of(vllm_config.parallel_config, rank, on_gpu=bool(gpu), gpu=gpu)
 
-    if not facts.opaque:
-        granted = granted_layout(memory.layout, geometry, part)
+    if not groups[0].facts.opaque:
+        granted = granted_layout(memory.layout, groups[0].geometry, part)
         _log.info(
             "kvpool: vLLM's KV cache has layout %s: runs of %d KiB in a block, copied by %s",
             *(granted.name, granted.run_bytes >> 10, granted.way),
         )
 
-    def plan() -> EngineRegistration:
+    def plans() -> list[EngineRegistration]:
         endpoint = agents.choose(place)
-        spec = model_spec(settings, vllm_config, facts)
-        return EngineRegistration(
-            endpoint=endpoint,
-            engine_name=f"vllm-{vllm_config.kv_transfer_config.engine_id}-{rank}",
-            keyspace_name=keyspace_name(settings, spec),
-            spec=spec,
-            layout=memory.layout,
-            regions=memory.regions,
-            events=memory.work.slots,
-            load_only=part.load_only,
-        )
+        specs = [model_spec(settings, vllm_config, group.facts) for group in groups]
+        return [
+            EngineRegistration(
+                endpoint=endpoint,
+                engine_name=f"vllm-{vllm_config.kv_transfer_config.engine_id}-{rank}",
+                keyspace_name=keyspace_name(settings, spec, group.facts),
+                spec=spec,
+                layout=group.memory.layout,
+                regions=group.memory.regions,
+                events=group.memory.work.slots,
+                load_only=group.part.load_only,
+            )
+            for spec, group in zip(specs, groups, strict=True)
+        ]
 
-    config = settings.client_config(on_gpu=memory.work.slots is not None)
-    link = PoolLink(plan, config)
+    link = PoolLink(plans, settings.client_config(on_gpu=memory.work.slots is not None))
     link.wait_tried(settings.start_wait_s)
     side = WorkerSide(
         settings,
         link,
-        memory.work,
-        block_tokens=facts.block_tokens,
-        chunk_bytes=geometry.head_bytes * len(part.heads) * len(part.layers),
+        [group.for_worker for group in groups],
         load_only=part.load_only,
-        split=memory.split,
+        fails_whole=_fails_whole(kv_cache_config),
         loads_wait=loads_wait,
         idle_wait=idle_wait,
     )
 
     def close() -> None:
         link.close()
-        memory.close()
+        for group in groups:
+            group.memory.close()
 
     return side, close
+
+
+@dataclass(frozen=True, slots=True)
+class _RankGroup:
+    """One KV cache group on one rank."""
+
+    facts: CacheFacts
+    geometry: KeyspaceSpec
+    part: RankPart
+    memory: CacheMemory
+
+    @property
+    def for_worker(self) -> WorkerGroup:
+        return WorkerGroup(
+            block_tokens=self.facts.block_tokens,
+            chunk_bytes=self.geometry.head_bytes * len(self.part.heads) * len(self.part.layers),
+            work=self.memory.work,
+            split=self.memory.split,
+        )
+
+
+def _rank_groups(
+    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> list[_RankGroup]:
+    """The geometry is needed now, before vLLM captures addresses; the weights' digest may come later."""
+    found: list[_RankGroup] = []
+    for facts, tensors, group in _of_groups(vllm_config, kv_cache_config, kv_caches):
+        geometry = model_spec(settings, vllm_config, facts, read_weights=False)
+        check_ranks(geometry, vllm_config)
+        part = part_of_rank(geometry, vllm_config, vllm_config.parallel_config.rank)
+        names = layer_order(tensors, group, len(part.layers), facts.draft_layers)
+        memory = cache_memory(
+            [tensors[name] for name in names], geometry, part, facts.block_tokens, kv_cache_config.num_blocks
+        )
+        found.append(_RankGroup(facts, geometry, part, memory))
+    return found
+
+
+def _of_groups(
+    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> list[tuple[CacheFacts, Mapping[str, torch.Tensor], Any]]:
+    """Of each KV cache group: its facts, its layers' tensors and the group itself."""
+    facts, groups = cache_facts(vllm_config, kv_cache_config), kv_cache_config.kv_cache_groups
+    if len(groups) == 1:  # layers that share KV are missed there by their count
+        return [(facts[0], kv_caches, groups[0])]
+    named = {name for group in groups for name in group.layer_names}
+    if named != set(kv_caches):
+        raise GeometryUnsupported(
+            f"the engine has {len(kv_caches)} KV tensors, its KV cache groups name {len(named)} layers: layers that "
+            f"share KV are not served"
+        )
+    return [
+        (one, {name: kv_caches[name] for name in group.layer_names}, group)
+        for one, group in zip(facts, groups, strict=True)
+    ]
 
 
 class _NoLink:
     """Of a worker that cannot share."""
 
-    pool = None
+    pools = ()
 
     def start(self, work: object) -> NoReturn:
         """raises: ServiceUnavailable."""
         raise unreachable()
 
 
-def idle_worker(settings: VllmSettings, vllm_config: Any) -> WorkerSide:
+def idle_worker(settings: VllmSettings, vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
     """Of a worker that cannot share: whatever it is ordered fails at once."""
+    block_tokens = vllm_config.cache_config.block_size
+    group = WorkerGroup(block_tokens=block_tokens, chunk_bytes=0, work=EngineWork(None))
     return WorkerSide(
         settings,
         cast(PoolLink, _NoLink()),
-        EngineWork(None),
-        block_tokens=vllm_config.cache_config.block_size,
-        chunk_bytes=0,
+        [group] * (len(kv_cache_config.kv_cache_groups) if kv_cache_config is not None else 1),
         load_only=False,
+        fails_whole=_fails_whole(kv_cache_config),
     )
 
 
 def layer_numbers(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, int]:
-    """Of each layer's name, counted from this rank's first layer."""
-    draft_layers = cache_facts(vllm_config, kv_cache_config).draft_layers
-    names = layer_order(kv_caches, kv_cache_config.kv_cache_groups[0], len(kv_caches), draft_layers)
-    return {name: number for number, name in enumerate(names)}
+    """Of each layer's name, counted from this rank's first layer of the KV cache group."""
+    return {
+        name: number
+        for facts, tensors, group in _of_groups(vllm_config, kv_cache_config, kv_caches)
+        for number, name in enumerate(layer_order(tensors, group, len(tensors), facts.draft_layers))
+    }
 
 
 def _one_block(spec: KeyspaceSpec, facts: CacheFacts) -> EngineLayout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,19 @@ from kvpool.connectors.vllm.orders import StoreEnd, StoreOrder, block_table, pro
 from kvpool.connectors.vllm.settings import VllmSettings
 
 _STORES_MAX = 16  # at once: an agent takes 64 loads and stores of a session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGroup:
+    """One of vLLM's KV cache groups on one rank.
+
+    chunk_bytes: of this rank. work: of the session of this group. split: blocks of the tensors in one of vLLM's.
+    """
+
+    block_tokens: int
+    chunk_bytes: int
+    work: EngineWork
+    split: int = 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,18 +73,15 @@ class WorkerStores:
         self,
         settings: VllmSettings,
         link: PoolLink,
-        work: EngineWork,
+        groups: Sequence[WorkerGroup],
         *,
-        chunk_bytes: int,
         load_only: bool,
-        split: int,
         later: Callable[[Callable[[], None]], None],
         on_ended: Callable[[StoreEnd], None],
         now_s: Callable[[], float],
     ) -> None:
         """later: has something run on the engine's thread soon. Otherwise as WorkerSide."""
-        self._settings, self._link, self._work = settings, link, work
-        self._chunk_bytes, self._load_only, self._split = chunk_bytes, load_only, split
+        self._settings, self._link, self._groups, self._load_only = settings, link, groups, load_only
         self._later, self._on_ended, self._now_s = later, on_ended, now_s
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Store] = deque()  # for an event
@@ -83,7 +93,7 @@ class WorkerStores:
         chunks = order.end_chunk - order.first_chunk
         if self._load_only:  # another rank stores the same heads
             self._end(store, _Outcome())
-        elif self._link.pool is None:
+        elif not self._link.pools:
             self._end(store, _Outcome(failed=chunks, failures={str(unreachable())}))
         elif spoiled_blocks and not spoiled_blocks.isdisjoint(order.block_ids.tolist()):
             self._end(store, _Outcome(failed=chunks, failures={"they were computed from blocks whose load has failed"}))
@@ -96,7 +106,7 @@ class WorkerStores:
         while self._waiting:
             store = self._waiting[0]
             try:
-                point = self._work.point() if store.kept else WorkPoint()
+                point = self._work_of(store).point() if store.kept else WorkPoint()
             except Exception as error:
                 self._waiting.popleft()
                 self._fail(store, error)
@@ -107,7 +117,7 @@ class WorkerStores:
             try:
                 future = self._link.start(partial(self._store, store, point), store.order.trace)
             except Exception as error:
-                self._work.give_back(point)
+                self._work_of(store).give_back(point)
                 self._fail(store, error)
             else:
                 future.add_done_callback(partial(self._ended_soon, store))
@@ -117,6 +127,13 @@ class WorkerStores:
         for request_id in request_ids:
             for store in self._requests.get(request_id, _Request()).stores:
                 store.kept = False
+
+    def overwritten(self, numbers: Collection[int], *, all_stores: bool = False) -> None:
+        """Stores of whose blocks some may be written from now on: what was not read of them is not stored."""
+        if numbers or all_stores:
+            for request in self._requests.values():
+                for store in request.stores:
+                    store.kept &= not (all_stores or store.order.number in numbers)
 
     def hold(self, request_ids: Iterable[str]) -> None:
         """Requests that have finished; the engine holds their blocks until `take_released` names them."""
@@ -141,18 +158,20 @@ class WorkerStores:
 
     async def _store(self, store: _Store, point: WorkPoint) -> _Outcome:
         """On the pool's loop. All windows queue up at once, in order: they end in whatever order they like."""
-        order, outcome, pool = store.order, _Outcome(), self._link.pool
+        order, outcome, pools = store.order, _Outcome(), self._link.pools
+        group, work = self._groups[order.group], self._work_of(store)
         try:
-            if pool is None:
+            if not pools:
                 raise unreachable()
-            prompt, blocks = prompt_of(order, self._settings.chunk_tokens), block_table(order, self._split)
-            limit = self._window_chunks(pool)
+            pool = pools[order.group]
+            prompt, blocks = prompt_of(order, self._settings.chunk_tokens), block_table(order, group.split)
+            limit = self._window_chunks(pool, group.chunk_bytes)
             starts = range(order.first_chunk, order.end_chunk, limit)
             left = len(starts)
 
             async def window(chunks: range) -> None:
                 nonlocal left
-                async with self._limiter.acquire(len(chunks) * self._chunk_bytes):
+                async with self._limiter.acquire(len(chunks) * group.chunk_bytes):
                     if not store.kept:
                         outcome.skipped += len(chunks)
                         return
@@ -163,7 +182,7 @@ class WorkerStores:
                         end_chunk=chunks.stop,
                         retention=order.retention,
                         still_valid=lambda: store.kept,
-                        wait_event=self._work.share(point).event,
+                        wait_event=work.share(point).event,
                     )
                     await handle.wait_released()
                     left -= 1
@@ -178,11 +197,14 @@ class WorkerStores:
                     outcome.failures.add(str(end) or repr(end))
             return outcome
         finally:
-            self._work.give_back(point)
+            work.give_back(point)
 
-    def _window_chunks(self, pool: AsyncPool) -> int:
+    def _work_of(self, store: _Store) -> EngineWork:
+        return self._groups[store.order.group].work
+
+    def _window_chunks(self, pool: AsyncPool, chunk_bytes: int) -> int:
         """Of one request: small enough that one is copied while the next is prepared."""
-        fitting = self._settings.store_bytes_in_flight_max // 2 // max(1, self._chunk_bytes)
+        fitting = self._settings.store_bytes_in_flight_max // 2 // max(1, chunk_bytes)
         return max(1, min(fitting, pool.session.max_request_chunks or fitting))
 
     def _ended_soon(self, store: _Store, future: Future[_Outcome]) -> None:
@@ -218,7 +240,7 @@ class WorkerStores:
                 failed_chunks=outcome.failed,
                 skipped_chunks=outcome.skipped,
                 duration_s=max(0.0, store.ended_s - store.started_s),
-                size_bytes=outcome.stored * self._chunk_bytes,
+                size_bytes=outcome.stored * self._groups[store.order.group].chunk_bytes,
                 failure="; ".join(sorted(outcome.failures)),
             )
         )
