@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from tools.pictures.charts import BarChart, Color, LineChart, Series
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 # Files of bench/results, each named by its day.
-VLLM_GPU = "2026-11-22-vllm-gpu"
+VLLM_GPU = "2026-11-23-vllm-gpu-later"
 VLLM_SERVE = "2026-11-21-vllm-serve"
 VLLM_TTFT = "2026-11-21-vllm-ttft"
 PAGES = "2026-11-21-pages"
@@ -98,13 +97,10 @@ def first_token() -> Figure:
 
 def press() -> Figure:
     cases = result(VLLM_GPU)["cases"]
-    processes = ("", ", second process", ", third process")
 
     def thousands(number: int) -> tuple[float, ...]:
-        rounds = [cases[f"press round {number}{process}"] for process in processes]
-        control = cases[f"press control round {number}"]["baseline"]
-        medians = (statistics.median(case[key] for case in rounds) for key in ("baseline", "value"))
-        return tuple(value / 1000 for value in (*medians, control))
+        ours, control = cases[f"press round {number}"], cases[f"press control round {number}"]["baseline"]
+        return tuple(value / 1000 for value in (ours["baseline"], ours["value"], control))
 
     chart = BarChart(
         title="A working set larger than the GPU's cache",
@@ -119,7 +115,7 @@ def press() -> Figure:
     )
     first = cases["press round 1"]
     caption = (
-        "The same engine and GPU; medians of three processes, the full GPU cache of one. Round 1 computes and stores: "
+        "The same engine and GPU; medians of three alternated runs. Round 1 computes and stores: "
         f"{first['value'] / 1000:.1f} thousand, plain vLLM {first['baseline'] / 1000:.1f}."
     )
     return Figure(name="press", result=VLLM_GPU, chart=chart, caption=caption)
