@@ -70,6 +70,14 @@ class Agent:
         stream.send(answer)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Also in a process that was started in the background, where a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def agent() -> Iterator[Agent]:
     agent = Agent()
