@@ -137,7 +137,7 @@ class _AttentionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attenti
     ATTENTION_KIND_FULL: _AttentionKind.ValueType  # 1
     """Every token attends to the whole prefix."""
     ATTENTION_KIND_SLIDING_WINDOW: _AttentionKind.ValueType  # 2
-    """Sliding window: refused by name today."""
+    """Every token attends to the last window_tokens tokens, its own included."""
     ATTENTION_KIND_STATE_SPACE: _AttentionKind.ValueType  # 3
     """State-space layers (Mamba and kin): refused by name today."""
 
@@ -149,7 +149,7 @@ ATTENTION_KIND_UNSPECIFIED: AttentionKind.ValueType  # 0
 ATTENTION_KIND_FULL: AttentionKind.ValueType  # 1
 """Every token attends to the whole prefix."""
 ATTENTION_KIND_SLIDING_WINDOW: AttentionKind.ValueType  # 2
-"""Sliding window: refused by name today."""
+"""Every token attends to the last window_tokens tokens, its own included."""
 ATTENTION_KIND_STATE_SPACE: AttentionKind.ValueType  # 3
 """State-space layers (Mamba and kin): refused by name today."""
 Global___AttentionKind: _TypeAlias = AttentionKind  # noqa: Y015
@@ -345,7 +345,7 @@ class KvGroup(_message.Message):
     latent_dim: _builtins.int
     """MLA latent elements of one token and layer; 0 for MHA and GQA."""
     attention: Global___AttentionKind.ValueType
-    """Anything but FULL is refused today, naming the kind."""
+    """STATE_SPACE is refused today, naming the kind. A model with layers of several kinds opens a keyspace for each."""
     window_tokens: _builtins.int
     """Window of SLIDING_WINDOW in tokens, else 0."""
     def __init__(
