@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from kvpool.connectors.vllm.worker_stores import WorkerGroup
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 from kvpool.testing import ManualClock
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.connectors.vllm_fakes import FakeLink
 
 CHUNK, BLOCK, CHUNK_BYTES = 32, 16, 1000
@@ -206,6 +208,23 @@ def test_blocks_are_released_when_their_stores_have_ended() -> None:
     end = end_of(world)
     assert isinstance(end, StoreEnd)
     assert (end.stored_chunks, end.size_bytes) == (3, 3000)
+
+
+def test_an_engine_that_goes_waits_for_the_stores_that_have_begun() -> None:
+    world = World(Pool())
+    world.link.held = True
+    world.store(release=True)
+    waiting = threading.Thread(target=world.side.finish_stores, args=[PATIENCE_S])
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    world.link.go()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    world.side.finish_stores(PATIENCE_S)  # nothing runs any more
+    end = end_of(world)
+    assert isinstance(end, StoreEnd)
+    assert end.stored_chunks == 3
 
 
 def test_blocks_of_a_running_request_are_never_reported() -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
+_STORES_END_S = 3.0  # at shutdown; vLLM ends a worker's process that takes longer than 4 s
 
 
 def settings_of(vllm_config: Any, kv_cache_config: Any = None) -> VllmSettings:
@@ -181,6 +182,7 @@ def worker_side(
     )
 
     def close() -> None:
+        side.finish_stores(_STORES_END_S)
         link.close()
         for group in groups:
             group.memory.close()

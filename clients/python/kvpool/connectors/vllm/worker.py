@@ -186,6 +186,10 @@ class WorkerSide:
         self._stores.begin_waiting()
         self._stores.hold(orders.release)
 
+    def finish_stores(self, timeout_s: float) -> None:
+        """Before the engine's memory goes: wait so long for stores that have begun."""
+        self._stores.finish(timeout_s)
+
     def take_received(self) -> set[str]:
         """Requests whose loads have ended: nothing touches their blocks any more. May wait a moment for one, see
         `idle_wait`."""

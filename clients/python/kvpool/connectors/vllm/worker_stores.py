@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from concurrent.futures import Future
@@ -85,6 +86,7 @@ class WorkerStores:
         self._later, self._on_ended, self._now_s = later, on_ended, now_s
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Store] = deque()  # for an event
+        self._futures: set[Future[_Outcome]] = set()  # of those that have begun and not ended
         self._limiter = ConcurrencyLimiter(count=_STORES_MAX, size_bytes=settings.store_bytes_in_flight_max)
 
     def start(self, order: StoreOrder, spoiled_blocks: Set[int]) -> None:
@@ -120,7 +122,12 @@ class WorkerStores:
                 self._work_of(store).give_back(point)
                 self._fail(store, error)
             else:
+                self._futures.add(future)
                 future.add_done_callback(partial(self._ended_soon, store))
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait so long for the stores that have begun: the engine goes, and its memory with it."""
+        concurrent.futures.wait(list(self._futures), timeout_s)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Their blocks may be written from now on: what was not read of them is not stored."""
@@ -209,6 +216,7 @@ class WorkerStores:
 
     def _ended_soon(self, store: _Store, future: Future[_Outcome]) -> None:
         """On the pool's loop."""
+        self._futures.discard(future)
         store.ended_s = self._now_s()  # an idle engine hears of it with its next request
         self._later(partial(self._ended, store, future))
 
