@@ -296,6 +296,4 @@ def test_a_chunk_costs_few_bytes_however_many_were_evicted_before_it() -> None:
     finally:
         tracemalloc.stop()
     assert disk.page_count == count and disk.row_count <= count + length, "rows of evicted chunks are used again"
-    assert size_bytes / count <= 200, (
-        "columns, policy, window and ghosts; 250 bytes of a process leave room beside them"
-    )
+    assert size_bytes / count <= 200, "columns, policy, window and ghosts; a process has 250 bytes for all"
