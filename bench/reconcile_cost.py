@@ -37,9 +37,6 @@ class MadeNode:
         for chunk_hash, head in self.heads.items():
             yield ChunkPlaces(self.keyspace, chunk_hash, head)
 
-    def settle(self) -> None:
-        pass
-
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> Sequence[HeldChunk]:
         return (HeldChunk(self.heads[chunk_hash], (0, 0, GRID), GRID),)
 

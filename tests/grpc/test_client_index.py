@@ -73,9 +73,6 @@ class Node:
     def chunks(self) -> list[ChunkPlaces]:
         return ChunkPlaces.of((self.keyspace, self.chain.hashes[index], self._head(index)) for index in self.held)
 
-    def settle(self) -> None:
-        pass
-
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
         index = self.chain.hashes.index(chunk_hash)
         return [HeldChunk(self._head(index), (0, self.shards, 0), self.shards)] if index in self.held else []

@@ -51,9 +51,6 @@ class DirectoryMachine(RuleBasedStateMachine):
     def chunks(self) -> Iterator[ChunkPlaces]:
         return iter(())
 
-    def settle(self) -> None:
-        pass
-
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
         return [
             HeldChunk(head, (0, 0, shards), 1)

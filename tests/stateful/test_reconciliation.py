@@ -96,9 +96,6 @@ class World:
     def chunks(self) -> list[ChunkPlaces]:
         return []
 
-    def settle(self) -> None:
-        pass
-
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
         number = HASHES.index(chunk_hash)
         gpu, staging, disk = self.truth.get(number, [0, 0, 0])

@@ -86,9 +86,6 @@ class Node:
             self.looked_up += 1
             yield ChunkPlaces(KEYSPACE, chunk_hash, HEAD)
 
-    def settle(self) -> None:
-        pass
-
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
         self.looked_up += 1
         return [HeldChunk(HEAD, (0, 0, 1), 1)] if chunk_hash in self.held else []

@@ -166,9 +166,6 @@ class Node:
     def chunks(self) -> list[ChunkPlaces]:
         return [ChunkPlaces(KEYSPACE, bytes([chunk]) * 16, bytes(16)) for chunk in self.truth]
 
-    def settle(self) -> None:
-        pass
-
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
         self.located += 1
         self.on_locate()

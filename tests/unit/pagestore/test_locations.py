@@ -12,12 +12,12 @@ from kvpool.core.outcome import Tier
 from kvpool_pagestore.core import disk_map as disk_map_module
 from kvpool_pagestore.core.admission import AdmissionRules
 from kvpool_pagestore.core.disk_map import DiskMap
-from kvpool_pagestore.core.events import PageEvents
+from kvpool_pagestore.core.events import DiskChanged, PageEvents, StagingChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.page_table import ArenaLimits, PageTable
 from kvpool_pagestore.core.sessions import Session
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
-from kvpool_pagestore.engine.inventory import Announcer, Inventory, LocationBuffer
+from kvpool_pagestore.engine.inventory import Announcer, Inventory
 from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, RecordingIndex, metadata, page_key
 
 
@@ -40,24 +40,15 @@ def table_with(staged_shards: int, disk_map: DiskMap | None = None) -> PageTable
     return table
 
 
-def test_changes_of_a_chunk_are_merged_and_named_by_their_group() -> None:
-    buffer = LocationBuffer()
-    buffer.note(page_key(17), metadata(17).group_head_hash, Tier.STAGING, True)
-    buffer.note(page_key(17, shard=1), metadata(17).group_head_hash, Tier.STAGING, True)
-    buffer.note(page_key(17), metadata(17).group_head_hash, Tier.DISK, True)
-    staging, disk = buffer.take()
-    assert (staging.added_shards, staging.removed_shards, staging.tier) == (0b11, 0, Tier.STAGING)
-    assert staging.group_head_hash == page_key(16).chunk_hash
-    assert (disk.added_shards, disk.tier) == (0b1, Tier.DISK)
-    assert not buffer and buffer.take() == []
-
-
-def test_a_dropped_keyspace_leaves_nothing_pending() -> None:
-    buffer = LocationBuffer()
-    buffer.note(page_key(1), metadata(1).group_head_hash, Tier.DISK, True)
-    buffer.note(page_key(1, keyspace=b"o" * 16), metadata(1).group_head_hash, Tier.DISK, True)
-    buffer.forget_keyspace(KEYSPACE)
-    assert [change.keyspace for change in buffer.take()] == [b"o" * 16]
+def test_pages_that_became_durable_together_are_one_change_of_their_chunk() -> None:
+    index = RecordingIndex()
+    pages = [(page_key(17, shard=shard), metadata(17).group_head_hash) for shard in (0, 1)]
+    other = (page_key(18), metadata(18).group_head_hash)
+    Announcer(index).disk(DiskChanged([pages[0], other, pages[1]], True))
+    first, second = index.changes
+    assert (first.added_shards, first.removed_shards, first.tier) == (0b11, 0, Tier.DISK)
+    assert first.group_head_hash == page_key(16).chunk_hash
+    assert (second.chunk_hash, second.added_shards) == (page_key(18).chunk_hash, 0b1)
 
 
 def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -> None:
@@ -66,7 +57,7 @@ def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -
     book.admit(TENANT, KEYSPACE, SPEC)
     chunk = page_key(17).chunk_hash
     for staged in (0b001, 0b010, 0b111):
-        truth = Inventory(Announcer(RecordingIndex()), table_with(staged), book)
+        truth = Inventory(table_with(staged), book)
         (held,) = truth.locate(KEYSPACE, chunk)
         assert (held.shards, held.full_shards) == ((0, staged, 0), 0b001)
         ((change,),) = truth.of_keyspace(KEYSPACE)
@@ -78,7 +69,7 @@ def test_what_is_on_disk_is_listed_though_pages_come_and_go_meanwhile(monkeypatc
     disk_map = DiskMap(lambda key: 1, PageEvents(), lambda: 0)
     for number in range(20):
         disk_map.add(page_key(number), metadata(number))
-    chunks = Inventory(Announcer(RecordingIndex()), table_with(0, disk_map), KeyspaceBook()).chunks()
+    chunks = Inventory(table_with(0, disk_map), KeyspaceBook()).chunks()
     found = hashes(next(chunks))
     assert len(found) == 5
     disk_map.add(page_key(20), metadata(20))
@@ -92,14 +83,19 @@ def hashes(places: ChunkPlaces) -> set[bytes]:
     return {places.chunk_hashes[at : at + 16] for at in range(0, len(places.chunk_hashes), 16)}
 
 
-@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()))))
-def test_applying_all_changes_yields_what_is_held(rounds: list[list[tuple[int, bool]]]) -> None:
-    buffer, truth, known = LocationBuffer(), 0, 0
-    for steps in rounds:
-        for shard, present in steps:
-            buffer.note(page_key(1, shard=shard), metadata(1).group_head_hash, Tier.STAGING, present)
-            truth = truth | 1 << shard if present else truth & ~(1 << shard)
-        for change in buffer.take():
-            assert not change.added_shards & change.removed_shards
-            known = (known | change.added_shards) & ~change.removed_shards
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans())))
+def test_applying_all_changes_yields_what_is_held(steps: list[tuple[int, bool, bool]]) -> None:
+    """Each is announced in the turn of the loop in which it happens, so that what is held is never ahead of it."""
+    index, truth, known = RecordingIndex(), {Tier.STAGING: 0, Tier.DISK: 0}, {Tier.STAGING: 0, Tier.DISK: 0}
+    announcer = Announcer(index)
+    for shard, present, on_disk in steps:
+        key, tier = page_key(1, shard=shard), Tier.DISK if on_disk else Tier.STAGING
+        if on_disk:
+            announcer.disk(DiskChanged([(key, metadata(1).group_head_hash)], present))
+        else:
+            announcer.staging(StagingChanged(PageRecord(key, 4096, metadata(1)), present))
+        truth[tier] = truth[tier] | 1 << shard if present else truth[tier] & ~(1 << shard)
+        change = index.changes[-1]
+        assert not change.added_shards & change.removed_shards
+        known[change.tier] = (known[change.tier] | change.added_shards) & ~change.removed_shards
         assert known == truth

@@ -46,12 +46,11 @@ class LocationTruth(Protocol):
         """
         ...
 
-    def settle(self) -> None:
-        """Announce, before this returns, all changes that `locate` would already show."""
-        ...
-
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> Sequence[HeldChunk]:
-        """What is held of a chunk now, under each group head it has; empty if nothing is."""
+        """What is held of a chunk now, under each group head it has; empty if nothing is.
+
+        All changes that this shows were announced before.
+        """
         ...
 
     def keyspace_encodings(self) -> Sequence[bytes]:
@@ -64,9 +63,6 @@ class NoLocations:
 
     def chunks(self) -> Iterable[ChunkPlaces]:
         return ()
-
-    def settle(self) -> None:
-        pass
 
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> Sequence[HeldChunk]:
         return ()
@@ -83,9 +79,6 @@ class FixedLocations:
 
     def chunks(self) -> Iterable[ChunkPlaces]:
         return ChunkPlaces.of((one.keyspace, one.chunk_hash, one.group_head_hash) for one in self._changes.values())
-
-    def settle(self) -> None:
-        pass
 
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> Sequence[HeldChunk]:
         change = self._changes.get((keyspace, chunk_hash))
@@ -175,7 +168,6 @@ class ChunkDirectory:
         for name in (*keyspaces, *self._groups.get(range_number, ())):
             table = self._table(range_number, name)
             for _ in range(table.stale_count if table is not None else 0):  # once each, though they change all the time
-                self._truth.settle()
                 table = self._table(range_number, name)
                 if table is None or not table.stale_count:
                     break
@@ -254,7 +246,6 @@ class ChunkDirectory:
 
     def changes(self, range_number: int) -> list[LocationChange]:
         """What is held now in a range but for groups that are kept apart, ordered by bucket, an item for each tier."""
-        self._truth.settle()
         groups = self._groups.get(range_number, ())
         items = [
             item
@@ -270,7 +261,6 @@ class ChunkDirectory:
 
     def part_changes(self, span: PartSpan) -> list[LocationChange]:
         """What is held now in one part of a group."""
-        self._truth.settle()
         tables = self._tables.get(range_of(span.group_head), {})
         own, others = tables.get(span.keyspace + span.group_head), tables.get(span.keyspace)
         hashes = own.part_hashes(span.part) if own is not None else set()

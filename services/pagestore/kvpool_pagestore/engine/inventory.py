@@ -11,102 +11,38 @@ from kvpool.core.clock import Clock
 from kvpool.core.cluster import LocationChange, PageMetadata
 from kvpool.core.location_digest import ChunkPlaces, HeldChunk
 from kvpool.core.outcome import Tier
-from kvpool.core.page import PageKey
 from kvpool_pagestore.core.events import DiskChanged, StagingChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.engine.disk_tier import DiskTier
 from kvpool_pagestore.ports import IndexLink
 
-
-@dataclass(slots=True)
-class _Pending:
-    """The latest change of each shard of one chunk and tier: a bit is in at most one of the masks."""
-
-    group_head_hash: bytes
-    added: int = 0
-    removed: int = 0
-
-
-class LocationBuffer:
-    """Merges changes of one chunk: the latest of each shard wins. Chunks keep the order of their first change."""
-
-    def __init__(self) -> None:
-        self._pending: dict[tuple[bytes, bytes, Tier], _Pending] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)
-
-    def note(self, key: PageKey, group_head_hash: bytes, tier: Tier, present: bool) -> None:
-        """A page came to a tier or left it."""
-        self.note_shards(key.keyspace, key.chunk_hash, group_head_hash, tier, 1 << key.shard, present)
-
-    def note_shards(
-        self, keyspace: bytes, chunk_hash: bytes, group_head_hash: bytes, tier: Tier, shards: int, present: bool
-    ) -> None:
-        """Shards (a bitmap) of one chunk came to a tier or left it."""
-        at = (keyspace, chunk_hash, tier)
-        pending = self._pending.get(at)
-        if pending is None:
-            pending = self._pending[at] = _Pending(group_head_hash)
-        if present:
-            pending.added |= shards
-            pending.removed &= ~shards
-        else:
-            pending.removed |= shards
-            pending.added &= ~shards
-
-    def forget_keyspace(self, keyspace: bytes) -> None:
-        """The keyspace is dropped as a whole: what was pending of it is void."""
-        self._pending = {at: value for at, value in self._pending.items() if at[0] != keyspace}
-
-    def take(self) -> list[LocationChange]:
-        """What to announce now; the buffer is empty afterwards."""
-        changes = [
-            LocationChange(
-                keyspace=keyspace,
-                chunk_hash=chunk_hash,
-                group_head_hash=pending.group_head_hash,
-                tier=tier,
-                added_shards=pending.added,
-                removed_shards=pending.removed,
-            )
-            for (keyspace, chunk_hash, tier), pending in self._pending.items()
-        ]
-        self._pending.clear()
-        return changes
-
-
+_Place = tuple[bytes, bytes, bytes]  # keyspace, chunk hash, head of the chunk's group
 _NAMES_A_PART = 1024  # looked at in one turn of the event loop
 
 
 class Announcer:
-    """Collects the changes of one turn of the event loop and announces them together."""
+    """Announces what changes, in the turn of the event loop in which it does; the link merges what waits to be sent."""
 
     def __init__(self, index: IndexLink) -> None:
         self._index = index
-        self._buffer = LocationBuffer()
-        self._scheduled = False
 
     def staging(self, changed: StagingChanged) -> None:
         """A page became visible in staging or left it."""
         record = changed.record
-        self._note(record.key, record.metadata.group_head_hash, Tier.STAGING, changed.present)
+        place = (record.key.keyspace, record.key.chunk_hash, record.metadata.group_head_hash)
+        self._index.announce([_change(place, Tier.STAGING, 1 << record.key.shard, changed.present)])
 
     def disk(self, changed: DiskChanged) -> None:
-        """Pages became durable, or are on disk no more."""
+        """Pages became durable, or are on disk no more: one change for each chunk."""
+        shards: dict[_Place, int] = {}
         for key, group_head_hash in changed.pages:
-            self._note(key, group_head_hash, Tier.DISK, changed.present)
-
-    def flush(self) -> None:
-        """Announce the changes collected so far."""
-        self._scheduled = False
-        if self._buffer:
-            self._index.announce(self._buffer.take())
+            place = (key.keyspace, key.chunk_hash, group_head_hash)
+            shards[place] = shards.get(place, 0) | 1 << key.shard
+        self._index.announce([_change(at, Tier.DISK, bitmap, changed.present) for at, bitmap in shards.items()])
 
     async def wait_announced(self) -> None:
         """Return when the index has acknowledged everything announced so far. Raises StoreUnavailable."""
-        self.flush()
         await self._index.wait_announced()
 
     async def drop_keyspace(self, keyspace: bytes, remaining: Callable[[], Iterator[Sequence[LocationChange]]]) -> None:
@@ -114,27 +50,29 @@ class Announcer:
 
         Each part that `remaining` yields is true when it is yielded, and announced in the same turn of the loop.
         """
-        self._buffer.forget_keyspace(keyspace)
         await self._index.drop_keyspace(keyspace)
-        self.flush()
         for part in remaining():
-            self.flush()
             if part:
                 self._index.announce(part)
             await asyncio.sleep(0)
 
-    def _note(self, key: PageKey, group_head_hash: bytes, tier: Tier, present: bool) -> None:
-        self._buffer.note(key, group_head_hash, tier, present)
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self.flush)
+
+def _change(place: _Place, tier: Tier, shards: int, present: bool) -> LocationChange:
+    keyspace, chunk_hash, group_head_hash = place
+    return LocationChange(
+        keyspace=keyspace,
+        chunk_hash=chunk_hash,
+        group_head_hash=group_head_hash,
+        tier=tier,
+        added_shards=shards if present else 0,
+        removed_shards=0 if present else shards,
+    )
 
 
 class Inventory:
     """What this node holds, as the index is to know it: kvpool_server.node.chunk_directory.LocationTruth."""
 
-    def __init__(self, announcer: Announcer, table: PageTable, keyspaces: KeyspaceBook) -> None:
-        self._announcer = announcer
+    def __init__(self, table: PageTable, keyspaces: KeyspaceBook) -> None:
         self._table = table
         self._disk_map = table.disk_map
         self._keyspaces = keyspaces
@@ -146,9 +84,6 @@ class Inventory:
             yield from ChunkPlaces.of((keyspace, one, staged[1]) for one, staged in announced if staged is not None)
         if self._disk_map is not None:
             yield from self._disk_map.places()
-
-    def settle(self) -> None:
-        self._announcer.flush()
 
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
         known = self._keyspaces.find(keyspace)

@@ -344,7 +344,7 @@ class PageStoreEngine:
     @property
     def inventory(self) -> Inventory:
         """What this node holds, as the index is to know it."""
-        return Inventory(self._announcer, self._table, self._keyspaces)
+        return Inventory(self._table, self._keyspaces)
 
     def read_gauges(self, loop: asyncio.AbstractEventLoop) -> StoreGauges:
         """`gauges` for another thread; `loop` is the engine's."""
