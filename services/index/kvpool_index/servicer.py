@@ -1,7 +1,8 @@
 """The gRPC face of the index: converts, calls the engine, converts back."""
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, cast
@@ -37,6 +38,30 @@ _log = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 Context: TypeAlias = grpc.aio.ServicerContext[RequestT, ResponseT]
+
+
+ConvertedT = TypeVar("ConvertedT")
+
+
+async def _converted_ahead(
+    requests: AsyncIterator[RequestT], convert_one: Callable[[RequestT], ConvertedT]
+) -> AsyncGenerator[tuple[RequestT, ConvertedT], None]:
+    """Each request with what it is converted to. One is read and converted while the caller waits for the store."""
+
+    reader = aiter(requests)
+
+    async def take() -> tuple[RequestT, ConvertedT] | None:
+        request = await anext(reader, None)
+        return None if request is None else (request, convert_one(request))
+
+    taking = asyncio.create_task(take())
+    try:
+        while (taken := await taking) is not None:
+            taking = asyncio.create_task(take())
+            yield taken
+    finally:
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
 
 
 class IndexServicer(pb_grpc.IndexServiceServicer):
@@ -175,47 +200,43 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     ) -> AsyncIterator[pb.AnnounceResponse]:
         async with self._engine.streams.track():
             stream = None
-            async for request in request_iterator:
-                match request.WhichOneof("kind"):
-                    case "open" if stream is None:
-                        stream = await self._engine.open_announce(
-                            convert.check_id(request.open.node_id, "node_id"),
-                            request.open.incarnation,
-                            request.open.announce_epoch,
-                            request.open.process_id,
-                        )
-                    case "batch" if stream is not None:
-                        changes = convert.convert_items(
-                            request.batch.changes,
-                            convert_cluster.location_change_from_proto,
-                            "change",
-                            most=self._max_items,
-                        )
-                        applied = await stream.apply(request.batch.sequence, changes)
-                        yield pb.AnnounceResponse(acknowledged_sequence=applied)
-                    case "replace_range" if stream is not None:
-                        part = request.replace_range
-                        held = convert.convert_items(
-                            part.locations, convert_cluster.location_change_from_proto, "location", most=self._max_items
-                        )
-                        span = BucketSpan(part.first_bucket, part.last_bucket)
-                        applied = await stream.replace(part.sequence, span, held)
-                        yield pb.AnnounceResponse(acknowledged_sequence=applied)
-                    case "replace_part" if stream is not None:
-                        held = convert.convert_items(
-                            request.replace_part.locations,
-                            convert_cluster.location_change_from_proto,
-                            "location",
-                            most=self._max_items * PART_BATCHES,
-                        )
-                        applied = await stream.replace_part(
-                            request.replace_part.sequence,
-                            convert_cluster.part_span_from_proto(request.replace_part),
-                            held,
-                        )
-                        yield pb.AnnounceResponse(acknowledged_sequence=applied)
-                    case _:
-                        raise InvalidRequest("an Announce stream is one open, and then batches, ranges and parts")
+            async with aclosing(_converted_ahead(request_iterator, self._announced)) as announced:
+                async for request, changes in announced:
+                    match request.WhichOneof("kind"):
+                        case "open" if stream is None:
+                            stream = await self._engine.open_announce(
+                                convert.check_id(request.open.node_id, "node_id"),
+                                request.open.incarnation,
+                                request.open.announce_epoch,
+                                request.open.process_id,
+                            )
+                            continue
+                        case "batch" if stream is not None:
+                            applied = await stream.apply(request.batch.sequence, changes)
+                        case "replace_range" if stream is not None:
+                            part = request.replace_range
+                            span = BucketSpan(part.first_bucket, part.last_bucket)
+                            applied = await stream.replace(part.sequence, span, changes)
+                        case "replace_part" if stream is not None:
+                            held = convert_cluster.part_span_from_proto(request.replace_part)
+                            applied = await stream.replace_part(request.replace_part.sequence, held, changes)
+                        case _:
+                            raise InvalidRequest("an Announce stream is one open, and then batches, ranges and parts")
+                    yield pb.AnnounceResponse(acknowledged_sequence=applied)
+
+    def _announced(self, request: pb.AnnounceRequest) -> list[cluster.LocationChange]:
+        """The changes that a request of an announce stream carries. Raises InvalidRequest."""
+        convert_one = convert_cluster.location_change_from_proto
+        match request.WhichOneof("kind"):
+            case "batch":
+                return convert.convert_items(request.batch.changes, convert_one, "change", most=self._max_items)
+            case "replace_range":
+                held = request.replace_range.locations
+                return convert.convert_items(held, convert_one, "location", most=self._max_items)
+            case "replace_part":
+                held = request.replace_part.locations
+                return convert.convert_items(held, convert_one, "location", most=self._max_items * PART_BATCHES)
+        return []
 
     async def Match(
         self, request: pb.MatchRequest, context: Context[pb.MatchRequest, pb.MatchResponse]

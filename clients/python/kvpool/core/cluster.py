@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvpool.core.outcome import Tier
 
@@ -104,9 +104,11 @@ class Location:
     shards: int  # bit s set: shard s is there
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocationChange:
-    """Shards of one chunk that appeared at or left a tier of a node. A bit in both masks is removed."""
+class LocationChange(NamedTuple):
+    """Shards of one chunk that appeared at or left a tier of a node. A bit in both masks is removed.
+
+    A node that starts announces millions: a named tuple is made in a third of the time that a dataclass takes.
+    """
 
     keyspace: bytes  # 16 bytes
     chunk_hash: bytes  # 16 bytes

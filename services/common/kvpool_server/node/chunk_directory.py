@@ -246,16 +246,17 @@ class ChunkDirectory:
 
     def changes(self, range_number: int) -> list[LocationChange]:
         """What is held now in a range but for groups that are kept apart, ordered by bucket, an item for each tier."""
-        groups = self._groups.get(range_number, ())
-        items = [
-            item
-            for name, table in self._tables.get(range_number, {}).items()
-            if len(name) == _KEYSPACE_BYTES
-            for chunk_hash in table.hashes()
-            for held in self._truth.locate(name, chunk_hash)
-            if range_of(held.group_head) == range_number and name + held.group_head not in groups
-            for item in _changes(name, chunk_hash, held)
-        ]
+        groups, locate = self._groups.get(range_number, ()), self._truth.locate
+        items: list[LocationChange] = []
+        for name, table in self._tables.get(range_number, {}).items():
+            if len(name) != _KEYSPACE_BYTES:
+                continue
+            for chunk_hash in table.hashes():
+                for held in locate(name, chunk_hash):
+                    if range_of(held.group_head) == range_number and (
+                        not groups or name + held.group_head not in groups
+                    ):
+                        items += _changes(name, chunk_hash, held)
         items.sort(key=lambda item: item.group_head_hash[-2:])
         return items
 
@@ -376,17 +377,13 @@ def _digest(held_at: dict[bytes, HeldChunk]) -> int:
     return digest
 
 
-def _changes(keyspace: bytes, chunk_hash: bytes, held: HeldChunk) -> Iterator[LocationChange]:
-    for tier, shards in zip(_TIERS, held.shards, strict=True):
-        if shards:
-            yield LocationChange(
-                keyspace=keyspace,
-                chunk_hash=chunk_hash,
-                group_head_hash=held.group_head,
-                tier=tier,
-                added_shards=shards,
-                removed_shards=0,
-            )
+def _changes(keyspace: bytes, chunk_hash: bytes, held: HeldChunk) -> list[LocationChange]:
+    head = held.group_head
+    return [
+        LocationChange(keyspace, chunk_hash, head, tier, shards, 0)
+        for tier, shards in zip(_TIERS, held.shards, strict=True)
+        if shards
+    ]
 
 
 def _union(one: HeldChunk, other: HeldChunk) -> HeldChunk:

@@ -1,6 +1,6 @@
 """What a node says it holds in some buckets, or a part of a group, as operations that make the store say the same."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import xor
@@ -65,11 +65,12 @@ class Replacement:
         self._ordinal = ordinal
         self._held: dict[NodeEntry, tuple[bytes, list[int]]] = {}
         self._left_out: set[NodeEntry] = set()  # of them, those that the store does not record
+        self._fingerprints: dict[NodeEntry, int] = {}  # of all, once they were asked for
         self._full_shards = full_shards
-        for change in changes:
-            at = NodeEntry(change.keyspace, change.group_head_hash, change.chunk_hash[:FIELD_BYTES])
-            _, shards = self._held.setdefault(at, (change.chunk_hash, [0, 0, 0]))
-            shards[TIERS.index(change.tier)] |= change.added_shards
+        for keyspace, chunk_hash, head, tier, added_shards, _ in changes:
+            at = NodeEntry(keyspace, head, chunk_hash[:FIELD_BYTES])
+            _, shards = self._held.setdefault(at, (chunk_hash, [0, 0, 0]))
+            shards[TIERS.index(tier)] |= added_shards
 
     def operations(self) -> list[ChunkOperation]:
         """What makes the store's entries of the chunks named say just what is held."""
@@ -101,26 +102,30 @@ class Replacement:
         without: groups, by keyspace and head, that are not counted.
         """
         found = dict.fromkeys(ranges, 0)
-        for at, print_ in self._fingerprints():
+        for at, print_ in self.fingerprints().items():
             number = range_of(at.group_head)
-            if number in found and not (without and (at.keyspace, at.group_head) in without):
+            is_counted = at not in self._left_out and not (without and (at.keyspace, at.group_head) in without)
+            if is_counted and number in found:
                 found[number] ^= print_
         return found
 
     def digest(self) -> int:
         """The same of all that is held."""
-        return reduce(xor, (print_ for _, print_ in self._fingerprints()), 0)
+        return reduce(xor, (print_ for at, print_ in self.fingerprints().items() if at not in self._left_out), 0)
 
-    def _fingerprints(self) -> Iterator[tuple[NodeEntry, int]]:
+    def fingerprints(self) -> Mapping[NodeEntry, int]:
+        """Those of everything that is named, computed once: while the store applies it, if asked for then."""
+        if self._fingerprints:
+            return self._fingerprints
         packed: dict[tuple[int, int, int, int], bytes] = {}  # few differ
         for at, (_, (gpu, staging, disk)) in self._held.items():
-            if at in self._left_out:
-                continue
-            kind = (self._full_shards(at.keyspace), gpu, staging, disk)
+            keyspace, head, field = at
+            kind = (self._full_shards(keyspace), gpu, staging, disk)
             held = packed.get(kind)
             if held is None:
                 held = packed[kind] = holding(kind[1:], kind[0])
-            yield at, fingerprint(at.keyspace + at.group_head + at.field, held)
+            self._fingerprints[at] = fingerprint(keyspace + head + field, held)
+        return self._fingerprints
 
     def removals(self, entries: Iterable[NodeEntry]) -> list[ChunkOperation]:
         """What removes those of the node's entries that are not named."""

@@ -1,5 +1,6 @@
 """Changes of locations: announce streams, stale reports, drops of keyspaces, and reconciliation with a node."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -280,7 +281,8 @@ class ReconcileService:
     async def _apply(self, fence: StreamFence, changes: Sequence[LocationChange]) -> Replacement:
         grids = await self._announcements.grids(changes)
         truth = Replacement(changes, ordinal=fence.ordinal, full_shards=grids.__getitem__)
-        await self._apply_truth(fence, truth)
+        # What the digests should be is computed while the store works.
+        await asyncio.gather(self._apply_truth(fence, truth), _compute_fingerprints(truth))
         return truth
 
     async def _apply_truth(self, fence: StreamFence, truth: Replacement) -> None:
@@ -345,3 +347,7 @@ class ReconcileService:
                 yield group
             if not after:
                 return
+
+
+async def _compute_fingerprints(truth: Replacement) -> None:
+    truth.fingerprints()

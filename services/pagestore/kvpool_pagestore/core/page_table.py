@@ -169,6 +169,8 @@ class PageTable:
     def announced(self, keyspace: bytes, chunk_hash: bytes) -> tuple[int, bytes] | None:
         """Return the bitmap of a chunk's pages that others may know are in staging, and its group's head, or None."""
         slots = self.chunk_slots(keyspace, chunk_hash)
+        if not slots:  # as of nearly all chunks of a large disk
+            return None
         shards = sum(1 << _shard(slot) for slot in slots if slot.is_announced)
         return (shards, slots[0].page.metadata.group_head_hash) if shards else None
 

@@ -189,6 +189,7 @@ local now
 local answer, digests = {0}, {}  -- of digests, what changes: high and low half by ordinal
 local is_changed, appeared, vanished = {}, 0, 0
 local op
+local last_value, last_op, last_result, last_before, last_after  -- chunks of a group mostly change alike
 for n = 1, count do
   local field, packed = names[n], ARGV[2 * n + 1]
   if packed ~= "" then
@@ -198,7 +199,11 @@ for n = 1, count do
     end
   end
   local value = values[field]
-  local result, mine_before, mine_after = changed(value, op)
+  if value ~= last_value or op ~= last_op then
+    last_value, last_op = value, op
+    last_result, last_before, last_after = changed(value, op)
+  end
+  local result, mine_before, mine_after = last_result, last_before, last_after
   if result == value then
     answer[2 * n] = -version
   else
@@ -217,11 +222,13 @@ for n = 1, count do
   if mine_before ~= mine_after then
     local digest = digests[op[1]] or {0, 0}
     digests[op[1]] = digest
-    for _, held in ipairs({mine_before, mine_after}) do
-      if held ~= "" then
-        local high, low = fingerprint(field, held)
-        digest[1], digest[2] = bxor(digest[1], high), bxor(digest[2], low)
-      end
+    if mine_before ~= "" then
+      local high, low = fingerprint(field, mine_before)
+      digest[1], digest[2] = bxor(digest[1], high), bxor(digest[2], low)
+    end
+    if mine_after ~= "" then
+      local high, low = fingerprint(field, mine_after)
+      digest[1], digest[2] = bxor(digest[1], high), bxor(digest[2], low)
     end
   end
 end
