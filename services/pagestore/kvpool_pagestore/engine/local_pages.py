@@ -129,7 +129,7 @@ class LocalPages:
         self._tasks.start(self.recheck(keyspace, key), "recheck-page")
 
     async def recheck(self, keyspace: Keyspace, key: PageKey) -> KvPoolError | bool:
-        """Verify a page that a reader found corrupt. A copy that verifies stays, whatever the reader says.
+        """Verify a page that another node received corrupt. A copy that verifies stays, whatever that node says.
 
         Returns whether a good copy is here, or why not: PageCorrupt if the only copy failed and was dropped.
         """
