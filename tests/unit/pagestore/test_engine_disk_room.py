@@ -67,9 +67,7 @@ async def test_a_page_that_is_written_again_outlives_the_deletion_that_made_room
             number = int.from_bytes(given_up.chunk_hash[:8], "big")
             read = (await acquire_one(running, peer, wanted(number))).grant
             assert read is not None
-            engine.pages.view(read)[64] ^= 1
             engine.pages.release(peer, [], corrupt_ids=[read.lease_id])
-            await eventually(lambda: running.metric("verification_failures_total", place="reader") == 1)
             await store(running, peer, [number])
             try:
                 with pytest.raises(AssertionError):

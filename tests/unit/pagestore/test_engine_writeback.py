@@ -132,9 +132,7 @@ async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable
             await eventually(gate.reached.is_set)
             (read,) = await acquire(running, peer, [PageRequest(key=page_key(1))])
             assert read.grant is not None
-            engine.pages.view(read.grant)[64] ^= 1
             engine.pages.release(peer, [], corrupt_ids=[read.grant.lease_id])
-            await eventually(lambda: running.metric("verification_failures_total", place="reader") == 1)
             await store(running, peer, [1])
             await asyncio.sleep(0.05)
             world.memory.gate.set()

@@ -1049,7 +1049,7 @@ class ReleaseRequest(_message.Message):
 
     @_builtins.property
     def corrupt_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Leases whose page failed the reader's verification. The pagestore verifies the page itself, in staging or else on disk; a copy that fails there too is dropped and counted."""
+        """Leases whose page failed the reader's verification: the page is dropped from staging (and from disk if it fails there too) and counted."""
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,8 @@ from kvpool_pagestore.engine.fetch import Acquired, Acquisition, Flights, OnAcqu
 from kvpool_pagestore.engine.local_pages import LocalPages
 from kvpool_pagestore.engine.retention import RetentionManager
 from kvpool_pagestore.engine.sessions import PeerSession
+
+_log = logging.getLogger(__name__)
 
 
 def _admission(answer: ReserveAnswer) -> str:
@@ -183,15 +186,13 @@ class PageCalls:
         acquisition.start(wait_s)
 
     def release(self, peer: PeerSession, lease_ids: Sequence[int], corrupt_ids: Sequence[int] = ()) -> None:
-        """End read leases. Pages that a reader found corrupt are verified here, and dropped if they fail."""
+        """End read leases; pages that a reader found corrupt are dropped, from disk too if they fail there."""
         if not peer.live:
             return  # the message was late: what the session held is quarantined as a whole
         for lease_id in corrupt_ids:
             slot = peer.session.reads.get(lease_id)
             if slot is not None and not slot.deleted:
-                keyspace = peer.keyspace(slot.page.key.keyspace)
-                assert keyspace is not None  # it has a lease of the page
-                self._local.start_recheck(keyspace, slot.page.key)
+                self._drop_corrupt(slot, peer)
         for lease_id in (*lease_ids, *corrupt_ids):
             self._table.release(peer.session, lease_id)
 
@@ -242,3 +243,12 @@ class PageCalls:
         if isinstance(answer, KvPoolError):
             self._retention.turned_down(item.key)
         return answer
+
+    def _drop_corrupt(self, slot: Slot, peer: PeerSession) -> None:
+        key = slot.page.key
+        self._metrics.verification_failures.labels("reader").inc()
+        _log.error("page %s fails verification at %s and is dropped", key, peer.session.peer_name)
+        self._table.drop(key)
+        keyspace = peer.keyspace(key.keyspace)
+        assert keyspace is not None  # it has a lease of the page
+        self._local.start_recheck(keyspace, key)
