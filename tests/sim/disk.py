@@ -9,6 +9,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.chunk_columns import FoundChunks
 from kvpool_pagestore.core.stored_pages import StoredPages
 from kvpool_pagestore.ports import OnDurable, PageWrite
 
@@ -100,6 +101,9 @@ class SimPageStore:
         self._sync()
         self._may_fail()
         self._disk.values[name] = value
+
+    def take_found(self) -> FoundChunks | None:
+        return None
 
     def scan(self) -> Iterator[StoredPages]:
         yield StoredPages.of((key, len(page), metadata) for key, (page, metadata) in self._disk.written.items())

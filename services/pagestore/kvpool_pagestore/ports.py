@@ -13,6 +13,7 @@ from kvpool.core.errors import DrainBlocked, KvPoolError
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.page import PageKey
 from kvpool.core.policy import VersionedPolicy
+from kvpool_pagestore.core.chunk_columns import FoundChunks
 from kvpool_pagestore.core.replication import HeldChunk, Holder
 from kvpool_pagestore.core.stored_pages import StoredPages
 
@@ -137,6 +138,10 @@ class PageStore(Protocol):
 
     def scan(self) -> Iterator[StoredPages]:
         """All durable pages, some at a time and by ascending packed key, without reading their payloads."""
+        ...
+
+    def take_found(self) -> FoundChunks | None:
+        """All durable pages as `open` found them; None if it did not keep them, they changed, or were taken."""
         ...
 
     def put_batch(self, pages: Sequence[PageWrite], on_durable: OnDurable) -> None:

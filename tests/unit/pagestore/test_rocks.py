@@ -175,6 +175,34 @@ def test_a_new_keyspace_costs_no_look_at_the_others(tmp_path: Path, monkeypatch:
     store.close()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store: put(store, 7),
+        lambda store: store.delete_batch([key(1)]),
+        lambda store: store.delete_keyspace(b"k" * 16),
+        lambda store: store.set_metadata([(key(1), page_write(2).metadata)]),
+    ],
+    ids=["put_batch", "delete_batch", "delete_keyspace", "set_metadata"],
+)
+def test_what_the_opening_found_is_given_once_and_not_after_a_change(
+    tmp_path: Path, change: Callable[[RocksPageStore], None]
+) -> None:
+    store = opened(tmp_path)
+    put_each(store, (1, 2, 3))
+    store.close()
+    store = opened(tmp_path)
+    found = store.take_found()
+    assert found is not None and len(found) == 3 and found.page_counts.total() == 3
+    assert bytes(found.names) == b"".join(key(number).pack()[:32] for number in (1, 2, 3))
+    assert store.take_found() is None
+    store.close()
+    store = opened(tmp_path)
+    change(store)
+    assert store.take_found() is None
+    store.close()
+
+
 # ---- refusals
 
 

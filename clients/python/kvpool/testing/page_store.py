@@ -76,6 +76,9 @@ class MemoryPageStore(Generic[StoredT_co]):
         with self._lock:
             self._values[name] = value
 
+    def take_found(self) -> None:
+        """Nothing is found at the opening that `scan` would not find."""
+
     def scan(self) -> Iterator[StoredT_co]:
         with self._lock:
             pages = list(self._pages.items())

@@ -32,6 +32,7 @@ from kvpool_pagestore.adapters.records import (
 )
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, row_blocks, rows, store_faults
 from kvpool_pagestore.adapters.salvage import Sidecar, salvage_records
+from kvpool_pagestore.core.chunk_columns import FoundChunks
 from kvpool_pagestore.core.extents import Extent, ExtentBudget, charged_bytes, page_blocks
 from kvpool_pagestore.core.stored_pages import StoredPages
 from kvpool_pagestore.ports import OnDurable, PageWrite
@@ -118,6 +119,9 @@ class RocksPageStore:
 
     def scan(self) -> Iterator[StoredPages]:
         return self._pages.scan()
+
+    def take_found(self) -> FoundChunks | None:
+        return self._pages.take_found()
 
     def put_batch(self, pages: Sequence[PageWrite], on_durable: OnDurable) -> None:
         """One sync of page bytes, one of records: all pages become durable or none does."""
@@ -210,6 +214,7 @@ class _Pages:
         self._blocks = ExtentBlocks(files, budget)
         self._lock = threading.Lock()
         self._unsynced: _Freed = []  # freed by changes that may not be synced yet
+        self._found: FoundChunks | None = None  # by `_load`, until they change
         self._shrink()
         self._last_number = sidecar.first_number(max(salvaged_number, self._load()))
 
@@ -218,8 +223,14 @@ class _Pages:
         for keys, records in row_blocks(self.database, RECORDS, _SCAN_ROWS):
             yield StoredPages.packed(keys, *kept_parts(records))
 
+    def take_found(self) -> FoundChunks | None:
+        """What the opening found, which reads all records for the free blocks anyway; None if that is not known."""
+        found, self._found = self._found, None
+        return found
+
     def write(self, pages: Sequence[PageWrite]) -> None:
         """Make pages durable, no key twice. Raises StoreFault or QuotaExceeded; then none of them is."""
+        self._found = None
         records = self._place(pages)
         try:
             secret = self.sidecar.secret
@@ -256,6 +267,7 @@ class _Pages:
 
     def set_metadata(self, changes: Iterable[tuple[PageKey, PageMetadata]]) -> None:
         """Replace the metadata of pages, synced; absent pages are skipped. Raises StoreFault."""
+        self._found = None
         batch = WriteBatch(raw_mode=True)
         with self._lock:
             for key, metadata in changes:
@@ -269,6 +281,7 @@ class _Pages:
 
     def forget(self, keys: Iterable[PageKey]) -> None:
         """Delete pages. Synced before their blocks are used again; until then a power loss brings them back."""
+        self._found = None
         batch, freed = WriteBatch(raw_mode=True), _Freed()
         with self._lock:
             for key in set(keys):
@@ -287,6 +300,7 @@ class _Pages:
 
         Raises StoreFault; then some of them may still be there.
         """
+        self._found = None
         with self._lock:
             last_number = self._last_number
         self.sidecar.clear_keyspace(keyspace, last_number)
@@ -340,11 +354,22 @@ class _Pages:
             self._files.cut(number, count)
 
     def _load(self) -> int:
-        """Find what is free; returns the highest number of a write. Raises PageCorrupt if records are damaged."""
-        blocks = row_blocks(self.database, RECORDS, _LOAD_ROWS)
-        used = UsedBlocks.joined(UsedBlocks.of(records) for _, records in blocks)
+        """Find what is free, and which chunks there are; returns the highest number of a write.
+
+        Raises PageCorrupt if records are damaged.
+        """
+        found = FoundChunks()
+
+        def used_blocks() -> Iterator[UsedBlocks]:
+            for keys, records in row_blocks(self.database, RECORDS, _LOAD_ROWS):
+                found.add(StoredPages.packed(keys, *kept_parts(records)))
+                yield UsedBlocks.of(records)
+
+        used = UsedBlocks.joined(used_blocks())
         if lost := self._blocks.found(used):
             self._forget_pages_in(lost)
+        else:
+            self._found = found
         return used.last_number
 
     def _forget_pages_in(self, lost: set[Extent]) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvpool.core.cluster import PageMetadata
 from kvpool_pagestore.core.kept_metadata import unpack_metadata
 from kvpool_pagestore.core.retention import extended
-from kvpool_pagestore.core.stored_pages import PageKind, StoredPages, run_begins, words
+from kvpool_pagestore.core.stored_pages import PageKind, StoredPage, StoredPages, run_begins, words
 
 NAME_BYTES: Final = 32  # of a chunk: keyspace id and chunk hash, which a packed key begins with
 HASH_BYTES: Final = 16
@@ -125,6 +125,7 @@ class FoundChunks:
         self.shards = array("Q")
         self.kept = ChunkColumns()
         self.page_counts: Counter[PageKind] = Counter()
+        self.ending: list[StoredPage] = []  # pages whose pin or life ends some time
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -152,6 +153,7 @@ class FoundChunks:
         self.shards.frombytes(shards[goes_on:].tobytes())
         self.kept.append(pages.metadata[new])
         self._merge(pages.metadata, begins, first, goes_on=goes_on)
+        self.ending += pages.chosen(pages.have_an_end)
 
     def _merge(
         self, metadata: npt.NDArray[np.void], begins: npt.NDArray[np.int64], first: int, *, goes_on: bool

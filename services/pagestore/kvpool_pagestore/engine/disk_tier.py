@@ -20,7 +20,7 @@ from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.events import DiskChanged, DiskHealthChanged, PagesArrived, PagesEvicted
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
 from kvpool_pagestore.core.slots import PageRecord
-from kvpool_pagestore.core.stored_pages import PageKind, StoredPage, StoredPages
+from kvpool_pagestore.core.stored_pages import PageKind, StoredPages
 from kvpool_pagestore.engine.context import EngineContext, EngineTasks
 from kvpool_pagestore.engine.disk_upkeep import Deletions, DiskHealth, DiskState, MetadataWrites
 from kvpool_pagestore.ports import PageStore, PageWrite, Workers
@@ -305,23 +305,23 @@ class StartupScan:
 
         on_stored: called with pages whose pin or time to live ends.
         """
-        chunks, useless, parts = FoundChunks(), list[PageKey](), self._store.scan()
-        ending = list[StoredPage]()
-        while (part := await self._readers.run(self._take, parts, chunks, useless)) is not None:
-            ending += part
+        useless = list[PageKey]()
+        chunks = await self._readers.run(self._store.take_found)
+        if chunks is None or not all(map(self._is_right_kind, chunks.page_counts)):
+            chunks, parts = FoundChunks(), self._store.scan()
+            while await self._readers.run(self._take, parts, chunks, useless):
+                pass
         await self._readers.run(self._map.restore, chunks)
         self._map.count_restored(chunks)
-        for page in ending:  # only now: what has expired is given up at once, and the map must name it
+        for page in chunks.ending:  # only now: what has expired is given up at once, and the map must name it
             on_stored(page.key, page.metadata)
         return useless
 
-    def _take(
-        self, parts: Iterator[StoredPages], chunks: FoundChunks, useless: list[PageKey]
-    ) -> list[StoredPage] | None:
-        """Take the next part: pages of it whose pin or life ends some time; None if there is none."""
+    def _take(self, parts: Iterator[StoredPages], chunks: FoundChunks, useless: list[PageKey]) -> bool:
+        """Take the next part; False if there is none."""
         part = next(parts, None)
         if part is None:
-            return None
+            return False
         wrong = [pages for kind, pages in part.kinds() if not self._is_right_kind(kind)]
         if wrong:
             is_right = np.ones(len(part), bool)
@@ -329,7 +329,7 @@ class StartupScan:
             useless += [page.key for page in part.chosen(~is_right)]
             part = part.chosen(is_right)
         chunks.add(part)
-        return list(part.chosen(part.have_an_end))
+        return True
 
     def _is_right_kind(self, kind: PageKind) -> bool:
         """Whether pages of that keyspace and shard have that size."""
