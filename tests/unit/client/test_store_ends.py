@@ -60,7 +60,7 @@ async def pool_of(store: Served, **changes: Any) -> AsyncIterator[AsyncStorePage
     try:
         yield pool
     finally:
-        await pool._session.close()
+        await pool._transport.close()
         pool._threads.shutdown(wait=False)
 
 
@@ -173,7 +173,7 @@ def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
 async def test_a_slot_of_another_size_is_not_written() -> None:
     with new_world() as world:
         async with served(world) as store, pool_of(store) as pool:
-            session = await pool._session.live(KEYSPACE, SPEC)
+            session = await pool._transport.link.live(KEYSPACE, SPEC)
             reserve = session.reserve
 
             async def smaller(*arguments: Any, **named: Any) -> Any:
@@ -198,5 +198,5 @@ async def test_an_idle_pool_lets_go_of_the_arena_of_a_pagestore_that_crashed() -
         async with served(world) as store:
             await eventually(lambda: store.running.engine.gauges().sessions == 1)
             await eventually(lambda: store.running.engine.gauges().arena_quarantined_bytes == 0)
-            await pool._session.close()
+            await pool._transport.close()
             pool._threads.shutdown(wait=False)
