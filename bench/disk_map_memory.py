@@ -11,7 +11,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
 from multiprocessing import get_context
@@ -42,32 +42,40 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def stored_pages(chunk_count: int) -> Iterator[StoredPages]:
-    """Chains of CHAIN_CHUNKS chunks, in the order of their hashes."""
-    hashes = np.random.default_rng(1).bytes(16 * chunk_count)
-    hash_of = [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
-    order = sorted(range(chunk_count), key=hash_of.__getitem__)
-    for start in range(0, chunk_count, _STEP_CHUNKS):
-        yield StoredPages.of(
-            (PageKey(_KEYSPACE, hash_of[number], shard), 1 << 20, metadata(hash_of, number))
-            for number in order[start : start + _STEP_CHUNKS]
-            for shard in range(SHARDS)
+class Chains:
+    """Chains of CHAIN_CHUNKS chunks. It lives as long as a measurement, or what it frees would count as saved."""
+
+    def __init__(self, chunk_count: int) -> None:
+        self._hashes = np.random.default_rng(1).bytes(16 * chunk_count)
+        words = np.frombuffer(self._hashes, ">u8").reshape(-1, 2)
+        self._order = np.lexsort((words[:, 1], words[:, 0]))
+
+    def stored_pages(self) -> Iterator[StoredPages]:
+        """All pages, in the order of their chunks' hashes."""
+        for start in range(0, len(self._order), _STEP_CHUNKS):
+            yield StoredPages.of(
+                (PageKey(_KEYSPACE, self._hash(number), shard), 1 << 20, self._metadata(number))
+                for number in self._order[start : start + _STEP_CHUNKS].tolist()
+                for shard in range(SHARDS)
+            )
+
+    def _hash(self, number: int) -> bytes:
+        return self._hashes[16 * number : 16 * number + 16]
+
+    def _metadata(self, number: int) -> PageMetadata:
+        index = number % CHAIN_CHUNKS
+        return PageMetadata(
+            parent_hash=self._hash(number - 1) if index else bytes(16),
+            chunk_index=index,
+            group_head_hash=self._hash(number - number % 16),
+            prompt_tokens=512,
         )
-
-
-def metadata(hash_of: Sequence[bytes], number: int) -> PageMetadata:
-    index = number % CHAIN_CHUNKS
-    return PageMetadata(
-        parent_hash=hash_of[number - 1] if index else bytes(16),
-        chunk_index=index,
-        group_head_hash=hash_of[number - number % 16],
-        prompt_tokens=512,
-    )
 
 
 def measure(chunk_count: int) -> dict[str, float]:
     """Load a map as a start does, then evict from it with all ghosts in place."""
-    disk, found, pages = DiskMap(lambda key: 1 << 20, PageEvents(), lambda: 0), FoundChunks(), stored_pages(chunk_count)
+    disk, found, chains = DiskMap(lambda key: 1 << 20, PageEvents(), lambda: 0), FoundChunks(), Chains(chunk_count)
+    pages = chains.stored_pages()
     first = next(pages)
     before_bytes = resident_bytes()
     load_s = 0.0

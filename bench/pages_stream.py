@@ -46,8 +46,8 @@ from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal, slot_bytes
 from kvpool.core.payload import payload_bytes
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.frames import MAX_MESSAGE_BYTES, BulkFrame, page_pieces
-from kvpool_pagestore.bulk_servicer import PageTransferServicer
-from kvpool_pagestore.ports_bulk import ReadGrant
+from kvpool_pagestore.bulk.ports import ReadGrant
+from kvpool_pagestore.bulk.servicer import PageTransferServicer
 from kvpool_server.listen import TcpAddress
 from kvpool_server.process import tune_process
 from kvpool_server.server import BulkServer

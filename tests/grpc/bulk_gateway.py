@@ -17,8 +17,8 @@ from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, PageCorru
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey, page_bytes, seal, verify
-from kvpool_pagestore.bulk_servicer import BulkLimits, PageTransferServicer
-from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
+from kvpool_pagestore.bulk.ports import ReadGrant, WriteGrant
+from kvpool_pagestore.bulk.servicer import BulkLimits, PageTransferServicer
 from kvpool_server.interceptors.auth import DefaultTenantAuthenticator, SyncAuth, current_identity
 from kvpool_server.interceptors.errors import SyncErrors
 from kvpool_server.interceptors.telemetry import RequestMetrics, SyncMetrics

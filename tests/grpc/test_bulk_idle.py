@@ -15,8 +15,8 @@ from kvpool.core.errors import Overloaded
 from kvpool.testing import ManualClock, eventually_sync
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
-from kvpool_pagestore import bulk_servicer
-from kvpool_pagestore.bulk_servicer import BulkLimits, OpenStreams, StreamWatch
+from kvpool_pagestore.bulk import servicer
+from kvpool_pagestore.bulk.servicer import BulkLimits, OpenStreams, StreamWatch
 from tests.fixtures.patience import PATIENCE_S
 from tests.grpc.bulk_gateway import MemoryGateway, bulk_server, sealed_page
 from tests.grpc.test_bulk_reads import begun, drained, fill, read, read_request
@@ -129,9 +129,9 @@ class Looking(StreamWatch):
 def test_who_keeps_moving_is_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = MemoryGateway()
     page = bytes(sealed_page(0, 400_000))
-    monkeypatch.setattr(bulk_servicer, "StreamWatch", Looking)
-    monkeypatch.setattr(bulk_servicer, "time", SimpleNamespace(monotonic=Looking.clock.monotonic_s))
-    monkeypatch.setattr(bulk_servicer, "threading", SimpleNamespace(Lock=Lock, Timer=NoTimer))
+    monkeypatch.setattr(servicer, "StreamWatch", Looking)
+    monkeypatch.setattr(servicer, "time", SimpleNamespace(monotonic=Looking.clock.monotonic_s))
+    monkeypatch.setattr(servicer, "threading", SimpleNamespace(Lock=Lock, Timer=NoTimer))
     monkeypatch.setattr(Looking, "moved_count", 0)
 
     def slow() -> Iterator[pb.WritePagesRequest]:

@@ -19,7 +19,7 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
 from kvpool.wire.status import error_from_rpc
-from kvpool_pagestore.bulk_servicer import BulkLimits
+from kvpool_pagestore.bulk.servicer import BulkLimits
 from tests.grpc.bulk_gateway import INCARNATION, KEYSPACES, MemoryGateway, bulk_server, key
 
 Report = tuple[int, KvPoolError | None, bool]

@@ -25,7 +25,7 @@ from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.frames import BulkFrame
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
-from kvpool_pagestore.bulk_servicer import PageTransferServicer, WriteMessage
+from kvpool_pagestore.bulk.servicer import PageTransferServicer, WriteMessage
 from kvpool_pagestore.ports import PullItem
 from kvpool_server.interceptors.errors import SyncErrors
 from kvpool_server.listen import TcpAddress

@@ -218,7 +218,7 @@ async def _serve_pull(
     deadline_s: float,
     send: _Send,
 ) -> None:
-    """What kvpool_pagestore.bulk_servicer does for a read stream, one page after the other."""
+    """What kvpool_pagestore.bulk.servicer does for a read stream, one page after the other."""
     try:
         engine.check_incarnation(source.incarnation)
         if source.incarnation != engine.incarnation:
@@ -267,7 +267,7 @@ async def _serve_push(
     durable: bool,
     send: _Send,
 ) -> None:
-    """What kvpool_pagestore.bulk_servicer does for a write stream."""
+    """What kvpool_pagestore.bulk.servicer does for a write stream."""
     try:
         engine.check_incarnation(target.incarnation)
         keyspace = pages[0][0].keyspace

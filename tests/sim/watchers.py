@@ -13,6 +13,7 @@ from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery, ChunkEvent, IndexEvent, Location, NodeEvent, ResyncEvent
 from kvpool.core.errors import KvPoolError
 from kvpool.core.outcome import Tier
+from kvpool_index.core.events import Position, entry_order, unpack_chunks
 from kvpool_server.node.replica_feed import LocationReplica, ReplicaConfig
 from tests.sim.nodes import SimClock, World
 from tests.sim.pages import GRID, KEYSPACE, SPEC, chunk_hash
@@ -43,6 +44,7 @@ class Watcher:
         self._alive: dict[bytes, int] = {}  # incarnations of nodes, as far as events named them
         self._replica: LocationReplica | None = None
         self.resync_count = 0
+        self._resynced_to: tuple[str, ...] = ()  # the last entry of each stream of chunks that the last RESYNC covers
 
     def start(self) -> None:
         self._world.loop.spawn(self._process, self._run(), self.name)
@@ -56,6 +58,8 @@ class Watcher:
         if self._is_replica:
             return self._stale_in_replica(truth)
         for chunk, seen in self._seen.items():
+            if seen.version < self._version_before_resync(chunk):
+                continue  # an older event than one that was lost: a receiver is to ask the index
             named, there = {_holding(one) for one in seen.locations if self._counts(one)}, truth(chunk)
             missed = {holding for holding in there - named if not self._has_returned(holding[0])}
             if named - there or (missed and not self._world.events_may_lack):
@@ -103,7 +107,21 @@ class Watcher:
                 self._alive[node.node_id] = node.incarnation if alive else 0
             case ResyncEvent():
                 self.resync_count += 1
+                self._resynced_to = Position.parse(event.position).entry_ids[:-1] if event.position else ()
                 self._seen.clear()
+
+    def _version_before_resync(self, chunk: bytes) -> int:
+        """The newest of the chunk's events that the last RESYNC took the place of."""
+        streams = self._world.redis.store.events._streams
+        versions = [
+            state.version
+            for entries, last_id in zip(streams, self._resynced_to, strict=False)
+            for entry in entries
+            if entry_order(entry.entry_id) <= entry_order(last_id)
+            for state in unpack_chunks(entry.payload)
+            if (state.keyspace, state.chunk_hash[:8]) == (KEYSPACE, chunk)
+        ]
+        return max(versions, default=0)
 
     def _counts(self, location: Location) -> bool:
         """Whether no event has said that the node, or that process of it, is gone."""

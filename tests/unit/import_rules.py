@@ -114,10 +114,15 @@ SERVICE_RULES: dict[str, Rule] = {
         one_of=("redis", "rocksdict", "torch", "kvpool.client"),
     ),
     "{X}.servicer*": SERVICER,
-    "{X}.bulk_*": SERVICER,  # the page streams, off the event loop
     "{X}.main": WIRING,
     "{X}.main_*": WIRING,  # parts of it
     "{X}.*": ENGINE,  # `engine`, a module or a package
+    # The page streams, off the event loop; gRPC stays on one side of them, the engine on the other.
+    "kvpool_pagestore.bulk.*": Rule(may_import=(*SERVICER.may_import, "kvpool_pagestore.bulk")),
+    "kvpool_pagestore.bulk.ports": Rule(may_import=CORE),
+    "kvpool_pagestore.bulk.gateway": Rule(
+        may_import=(*CORE, "kvpool_pagestore.core", "kvpool_pagestore.engine", "kvpool_pagestore.bulk.ports")
+    ),
     # The agent's session stream and its messages are the larger part of its servicer.
     "kvpool_gpuagent.stream": SERVICER,
     "kvpool_gpuagent.messages": SERVICER,

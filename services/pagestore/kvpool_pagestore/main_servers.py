@@ -9,10 +9,10 @@ from kvpool.core.errors import StartupFailed
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import pagestore_pb2, pagestore_pb2_grpc
 from kvpool_pagestore.adapters.data_directory import host_identity
-from kvpool_pagestore.bulk_servicer import BulkLimits, PageTransferServicer
+from kvpool_pagestore.bulk.gateway import EngineBulkGateway
+from kvpool_pagestore.bulk.servicer import BulkLimits, PageTransferServicer
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine.store import PageStoreEngine
-from kvpool_pagestore.engine_bulk import EngineBulkGateway
 from kvpool_pagestore.servicer.control import PageStoreServicer
 from kvpool_pagestore.servicer.session import SessionLimits
 from kvpool_server.fds import FdGrant, FdServer, PeerCredentials

@@ -11,8 +11,8 @@ from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert_pages import page_metadata_to_proto
 from kvpool.wire.frames import BulkFrame
-from kvpool_pagestore.bulk_writes import write_pages
-from kvpool_pagestore.ports_bulk import WriteGrant
+from kvpool_pagestore.bulk.ports import WriteGrant
+from kvpool_pagestore.bulk.writes import write_pages
 from tests.grpc.bulk_gateway import METADATA, MemoryGateway, MemorySession, key, sealed_page
 
 PAGE = bytes(sealed_page(1, 200_000))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -268,3 +270,30 @@ def test_numbers_of_any_size_are_kept_as_they_are(is_restart: bool) -> None:
             disk.add(page_key(1), metadata(1))
             disk.set_metadata(page_key(1).keyspace, page_key(1).chunk_hash, kept)
         assert disk.metadata(page_key(1)) == kept
+
+
+def test_a_chunk_costs_few_bytes_however_many_were_evicted_before_it() -> None:
+    rng, count, length = random.Random(1), 4096, 32
+    disk = DiskMap(lambda key: 1, PageEvents(), lambda: 0)
+
+    def add_chains(chunk_count: int) -> None:
+        head = before = bytes(16)
+        for number in range(chunk_count):
+            index, chunk_hash = number % length, rng.randbytes(16)
+            if not index:
+                head, before = chunk_hash, bytes(16)
+            kept = PageMetadata(parent_hash=before, chunk_index=index, group_head_hash=head)
+            disk.add(PageKey(KEYSPACE, chunk_hash, 0), kept)
+            before = chunk_hash
+
+    tracemalloc.start()
+    try:
+        add_chains(count)
+        for _ in range(3 * count // length):  # three times all there is
+            disk.remove_chunks([chunk.name for chunk in disk.oldest(length, lambda key: False)])
+            add_chains(length)
+        size_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert disk.page_count == count and disk.row_count <= count + length, "rows of evicted chunks are used again"
+    assert size_bytes / count <= 200, "columns, policy, window and ghosts; a process has 250 bytes for all"

@@ -69,6 +69,17 @@ async def test_a_full_disk_does_not_flood_the_log(
             assert len(reported) == 1 and "no space left" in reported[0]
 
 
+async def test_a_shutdown_tries_few_times_to_write_what_the_disk_tier_has_no_room_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with new_world() as world:
+        async with running_engine(world, disk_bytes=0) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1, 2, 3])
+        assert running.metric("written_pages_total", outcome="failed") <= 3 * 100, "it goes on as long as there is time"
+        assert any("3 pages are lost with this process" in text for text in caplog.messages)
+
+
 async def test_a_read_only_tier_gives_up_no_pages_for_what_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_world() as world:
         await stored(world, [1, 2])

@@ -14,7 +14,7 @@ from kvpool.testing import eventually
 from kvpool_pagestore.engine.drain import DrainProgress, DrainState
 from kvpool_pagestore.engine.local_pages import LocalPages
 from kvpool_pagestore.ports import PageWrite
-from tests.fixtures.movement import Cluster, cluster_of, join
+from tests.fixtures.movement import Cluster, MemberPlacement, cluster_of, join
 from tests.fixtures.pagestore import KEYSPACE, SLOT_BYTES, TENANT, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
 from tests.fixtures.patience import PATIENCE_S
@@ -149,6 +149,27 @@ async def test_a_cancelled_drain_takes_the_node_back_into_service() -> None:
         peer = await open_session(running)
         assert await store(running, peer, [500]) == [None]
         assert all(cluster.holders_of(number) for number in PAGES)
+
+
+async def test_a_drain_that_is_leaving_the_index_cannot_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        member, answered = cluster.members[0], asyncio.Event()
+        drain = member.run.engine.drain
+        leave = MemberPlacement.leave
+
+        async def leave_late(placement: MemberPlacement) -> None:
+            await answered.wait()
+            await leave(placement)
+
+        monkeypatch.setattr(MemberPlacement, "leave", leave_late)
+        watching = asyncio.create_task(drained(cluster))
+        await eventually(lambda: drain.state is DrainState.DRAINED)
+        with pytest.raises(DrainBlocked, match="restart"):
+            await drain.cancel()
+        answered.set()
+        await watching
+        assert drain.progress.done and not member.alive
 
 
 async def test_two_callers_share_one_drain() -> None:

@@ -16,13 +16,13 @@ from kvpool.core.errors import InvalidRequest, Overloaded, PageCorrupt
 from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
 from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import eventually
+from kvpool_pagestore.bulk.gateway import EngineBulkGateway
+from kvpool_pagestore.bulk.ports import ReadGrant
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine.copies import Purpose
 from kvpool_pagestore.engine.sessions import PeerSession
-from kvpool_pagestore.engine_bulk import EngineBulkGateway
 from kvpool_pagestore.ports import PageWrite
-from kvpool_pagestore.ports_bulk import ReadGrant
 from kvpool_server.tasks import BoundedExecutor
 from tests.fixtures.pagestore import (
     KEYSPACE,

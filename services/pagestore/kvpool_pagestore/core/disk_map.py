@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.grid import shards_in
 from kvpool.core.location_digest import ChunkPlaces
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.chunk_columns import HASH_BYTES, NAME_BYTES, ChunkColumns, FoundChunks
 from kvpool_pagestore.core.events import BytesHeld, PageEvents, PagesLeft
 from kvpool_pagestore.core.eviction import EvictionPolicy
 from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
+from kvpool_pagestore.core.keyspaces import chunk_pages
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.retention import extended
 from kvpool_pagestore.core.stored_pages import run_begins, words
@@ -48,7 +48,7 @@ class DiskChunk:
 
     @property
     def keys(self) -> list[PageKey]:
-        return [PageKey(self.keyspace, self.chunk_hash, shard) for shard in shards_in(self.shards)]
+        return chunk_pages(self.keyspace, self.chunk_hash, self.shards)
 
 
 class _ChunkRows(PackedRows):
@@ -220,7 +220,7 @@ class DiskMap:
             if row < 0:
                 continue
             keyspace, chunk_hash, shards = name[:HASH_BYTES], name[HASH_BYTES:], self._rows.shards[row]
-            keys = [PageKey(keyspace, chunk_hash, shard) for shard in shards_in(shards)]
+            keys = chunk_pages(keyspace, chunk_hash, shards)
             size_bytes = sizes.get((keyspace, shards))
             if size_bytes is None:
                 size_bytes = sizes[keyspace, shards] = sum(map(self.page_bytes, keys))
@@ -317,9 +317,8 @@ class DiskMap:
         name = self._rows.key(row)
         return DiskChunk(name[:HASH_BYTES], name[HASH_BYTES:], self._rows.shards[row], self._kept.metadata(row))
 
-    def _keys(self, name: bytes) -> Iterator[PageKey]:
-        shards = shards_in(self._rows.shards[self._rows.find(name)])
-        return (PageKey(name[:HASH_BYTES], name[HASH_BYTES:], shard) for shard in shards)
+    def _keys(self, name: bytes) -> list[PageKey]:
+        return chunk_pages(name[:HASH_BYTES], name[HASH_BYTES:], self._rows.shards[self._rows.find(name)])
 
     def _put_back_chosen(self) -> None:
         for name in self._chosen:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvpool.core.errors import InvalidRequest, TenantDenied
-from kvpool.core.grid import ShardGrid
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec, decode_keyspace, encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey, page_bytes
 from kvpool.core.payload import payload_bytes
@@ -88,3 +88,8 @@ def check_page(keyspace: Keyspace, key: PageKey, size_bytes: int) -> None:
     exact_bytes = keyspace.page_bytes(key.shard)
     if size_bytes != exact_bytes:
         raise InvalidRequest(f"page {key} has {exact_bytes} bytes in its keyspace, got page_bytes {size_bytes}")
+
+
+def chunk_pages(keyspace: bytes, chunk_hash: bytes, shards: int) -> list[PageKey]:
+    """Return the pages of a chunk that a bitmap of shards names, in the order of their shards."""
+    return [PageKey(keyspace, chunk_hash, shard) for shard in shards_in(shards)]

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import ArenaFull, KvPoolError, LeaseLost, SessionBusy
-from kvpool.core.grid import shards_in
 from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest, AdmissionRules
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.events import BytesHeld, PageEvents, PagesEvicted, PagesLeft, PagesUsed, StagingChanged
+from kvpool_pagestore.core.keyspaces import chunk_pages
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.sessions import Session, SessionState, SessionTable
 from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState, SpaceNeed, slot_bytes_for
@@ -134,7 +134,7 @@ class PageTable:
         location = self.disk_map.location(keyspace, chunk_hash) if self.disk_map is not None else None
         if location is not None:
             shards |= location[0]
-        return [PageKey(keyspace, chunk_hash, shard) for shard in shards_in(shards)]
+        return chunk_pages(keyspace, chunk_hash, shards)
 
     def is_coming(self, key: PageKey) -> bool:
         """Whether a session writes the page, or it is on its way from disk or a peer."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvpool.core.cluster import LiveNode, NodeInfo
-from kvpool.core.grid import ShardGrid, shards_in
+from kvpool.core.grid import ShardGrid
 from kvpool.core.page import PageKey
 from kvpool.core.placement import place
+from kvpool_pagestore.core.keyspaces import chunk_pages
 
 _HALF_LIFE_S = 60.0
 # Of uses at a steady rate r, halving every minute, the sum settles at r * 60 / ln 2: so many minutes' worth.
@@ -43,7 +44,7 @@ class HeldChunk:
 
     def keys(self, shards: int) -> list[PageKey]:
         """Those pages of the chunk that a bitmap names."""
-        return [PageKey(self.keyspace, self.chunk_hash, shard) for shard in shards_in(self.shards & shards)]
+        return chunk_pages(self.keyspace, self.chunk_hash, self.shards & shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

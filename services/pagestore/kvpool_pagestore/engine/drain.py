@@ -180,10 +180,8 @@ class Drain:
                 raise DrainBlocked(
                     f"after {_PASSES_MAX} passes pages still have no other copy: what is moved is evicted"
                 )
-            await self._planner.placement.leave()
-            self.state = DrainState.DRAINED
-            self.progress = replace(self.progress, done=True)
-            await self._saved_state.save(b"")  # a restart takes the node back into service
+            self.state = DrainState.DRAINED  # there is no way back: a node that is leaving is not registered again
+            await asyncio.shield(background(self._leave(), "leave-the-index"))
         except KvPoolError as error:
             _log.error("the drain stopped and can be called again: %s", error)
             self._failure = error
@@ -194,6 +192,13 @@ class Drain:
             if self._task is asyncio.current_task():
                 self._task = None
             self._notify()
+
+    async def _leave(self) -> None:
+        """Leave the index. Goes on when the drain is no longer watched."""
+        await self._planner.placement.leave()
+        self.progress = replace(self.progress, done=True)
+        self._notify()
+        await self._saved_state.save(b"")  # a restart takes the node back into service
 
     async def _writers(self) -> None:
         """Wait for pages that are being written, for a while: a writer may have died over its slots."""

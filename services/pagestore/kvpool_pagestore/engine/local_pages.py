@@ -73,10 +73,11 @@ class LocalPages:
         """Whether writers hold slots that they have not committed yet."""
         return self._table.writer_bytes > self._table.dirty_bytes
 
-    async def flush(self) -> None:
-        """Make dirty pages durable. Raises StoreFault."""
-        if self._write_back is not None:
-            await self._write_back.flush({one.keyspace for one in self._keyspaces.all()})
+    async def flush(self) -> tuple[int, int]:
+        """Wait until dirty pages are durable; return how many are, and how many failed. Raises StoreFault."""
+        if self._write_back is None:
+            return 0, 0
+        return await self._write_back.flush({one.keyspace for one in self._keyspaces.all()})
 
     def keyspaces(self) -> list[bytes]:
         """Return the ids of all keyspaces of which pages may be here."""

@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpool.core.cluster import NodeLoad
-from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, StaleIncarnation, StoreUnavailable
+from kvpool.core.errors import (
+    Draining,
+    InvalidRequest,
+    KvPoolError,
+    StaleIncarnation,
+    StoreFault,
+    StoreUnavailable,
+)
 from kvpool.core.fault_points import reach
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.admission import AdmissionRules, TenantQuotas
@@ -65,6 +72,8 @@ _INCARNATION = "incarnation"
 _GAUGES_TIMEOUT_S = 5.0
 _LAST_LOOKS = 20  # for peers that leave just before us
 _LAST_LOOK_S = 0.025
+_STOP_PASSES_MAX = 5  # one after the other of which none made a page durable
+_STOP_PASS_PAUSE_S = 0.2
 
 
 class PageStoreEngine:
@@ -226,14 +235,26 @@ class PageStoreEngine:
         await self.sessions.stop()
         try:
             async with asyncio.timeout(drain_s):
-                # More than once: a commit that was being verified adds its pages only now.
-                while self._write_back is not None and self.dirty_page_count:
-                    await self._local.flush()
+                await self._flush_at_stop()
         except TimeoutError:
             _log.error("%d pages are lost with this process: no time left to write them", self.dirty_page_count)
         except KvPoolError as error:
             _log.error("%d pages are lost with this process: %s", self.dirty_page_count, error)
         return await self._end_quarantine()
+
+    async def _flush_at_stop(self) -> None:
+        """Make dirty pages durable, also those of a commit that was being verified and adds them only now.
+
+        Raises StoreFault after some passes of which none made a page durable.
+        """
+        failed_passes = 0
+        while self.dirty_page_count:
+            durable_count, _ = await self._local.flush()
+            failed_passes = 0 if durable_count else failed_passes + 1
+            if failed_passes >= _STOP_PASSES_MAX:
+                raise StoreFault("the disk tier takes none of them")
+            if not durable_count:
+                await asyncio.sleep(_STOP_PASS_PAUSE_S)
 
     async def close(self) -> None:
         """Wait for what runs and close the disk tier. Call after `stop`, with peers closed and no callers left."""

@@ -36,8 +36,8 @@ from kvpool.wire.frames import (
     page_pieces,
 )
 from kvpool.wire.versions import check_peer_version
-from kvpool_pagestore.bulk_writes import UNANSWERED_DURABLE_MAX, UNANSWERED_PAGES_MAX, write_pages
-from kvpool_pagestore.ports_bulk import BulkGateway, BulkSession, ReadGrant
+from kvpool_pagestore.bulk.ports import BulkGateway, BulkSession, ReadGrant
+from kvpool_pagestore.bulk.writes import UNANSWERED_DURABLE_MAX, UNANSWERED_PAGES_MAX, write_pages
 
 SERVICE_NAME = "kvpool.v1.PageTransferService"
 READ_KEYS_MAX = 1024

@@ -15,8 +15,8 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import ArenaFull, KvPoolError, PageCorrupt, SessionUnknown, StoreFault
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
+from kvpool_pagestore.bulk.gateway import EngineBulkSession
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.engine_bulk import EngineBulkSession
 from tests.fixtures.patience import PATIENCE_S
 
 METADATA = PageMetadata(parent_hash=bytes(16), chunk_index=0, group_head_hash=bytes(16))

@@ -14,12 +14,12 @@ from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
+from kvpool_pagestore.bulk.ports import ReadGrant, WriteGrant
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine.fetch import Acquired, PageRequest
 from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.engine.store import PageStoreEngine
-from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class _Put:
 
 
 class EngineBulkGateway:
-    """A ports.BulkGateway. `loop` is the engine's; calls come from any other thread."""
+    """A bulk.ports.BulkGateway. `loop` is the engine's; calls come from any other thread."""
 
     def __init__(self, engine: PageStoreEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
@@ -56,7 +56,7 @@ class EngineBulkGateway:
 
 
 class EngineBulkSession:
-    """A ports.BulkSession: one stream's leases."""
+    """A bulk.ports.BulkSession: one stream's leases."""
 
     def __init__(
         self, engine: PageStoreEngine, loop: asyncio.AbstractEventLoop, peer: PeerSession, durable: bool

@@ -20,7 +20,7 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert import item_error_to_proto
 from kvpool.wire.convert_pages import page_key_from_proto, page_metadata_from_proto
 from kvpool.wire.frames import BulkFrame
-from kvpool_pagestore.ports_bulk import BulkSession, WriteGrant
+from kvpool_pagestore.bulk.ports import BulkSession, WriteGrant
 
 UNANSWERED_PAGES_MAX: Final = 4
 """Pages of a stream that are filled, or being committed, and not answered; besides the one that is being filled."""
