@@ -173,7 +173,8 @@ def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
 async def test_a_slot_of_another_size_is_not_written() -> None:
     with new_world() as world:
         async with served(world) as store, pool_of(store) as pool:
-            session = await pool._transport.link.live(KEYSPACE, SPEC)
+            transport: Any = pool._transport
+            session = await transport.link.live(KEYSPACE, SPEC)
             reserve = session.reserve
 
             async def smaller(*arguments: Any, **named: Any) -> Any:
@@ -183,7 +184,7 @@ async def test_a_slot_of_another_size_is_not_written() -> None:
                 object.__setattr__(slot, "page_bytes", slot.page_bytes - 8)
                 return results
 
-            session.reserve = smaller  # type: ignore[method-assign]
+            session.reserve = smaller
             touched: set[tuple[int, int]] = set()
             stored = await pool.put(SPACE, CHAIN, lambda position, shard, _: touched.add((position, shard)))
             assert stored == [False, True, True] and (0, 1) not in touched and (0, 2) in touched

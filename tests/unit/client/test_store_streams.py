@@ -100,7 +100,8 @@ class World:
         self.index, self.nodes = Index(), {"a:1": Node(), "b:1": Node()}
         limits = ("load_timeout_s", "store_timeout_s", "room_wait_s")
         given = {"index_endpoints": ["unused:1"], "pagestore": "remote", **dict.fromkeys(limits, PATIENCE_S)}
-        self.pool: Any = AsyncStorePages(StoreConfig.of(given | settings), "test")
+        pool: Any = AsyncStorePages(StoreConfig.of(given | settings), "test")
+        self.pool = pool
         self.pool._index = self.index
         self.transport = Transport(self.index, self.nodes, WINDOW_PAGES * PAGE_BYTES)
         self.pool._transport = self.transport
