@@ -37,7 +37,7 @@ help:
 	@echo 'make setup   the virtual environment (every other target makes it when needed)'
 	@echo 'make demo    the main job on this machine: a cluster, engines that share prefixes, one table'
 	@echo 'make test    all tests                make check   format, lint, types, generated code'
-	@echo 'make test-fast  those without servers: unit, contract, stateful; while you work'
+	@echo 'make test-fast  unit, contract, stateful without what takes long; while you work'
 	@echo 'make test-engines  the connectors under the real SGLang and LMCache, each in an environment of its own'
 	@echo 'make test-vllm   the connector in vLLM itself, on the CPU (downloads 1 GB into $(VLLM_VENV))'
 	@echo 'make smoke-compose  build the images and drive the composed cluster from outside (needs Docker)'
@@ -77,7 +77,7 @@ test: setup
 
 # What one process shows by itself: a change that passes here is worth running all the others for.
 test-fast: setup
-	$(RUN) -m pytest $(FAST_ARGS) tests/unit tests/contract tests/stateful
+	$(RUN) -m pytest $(FAST_ARGS) -m 'not slow' tests/unit tests/contract tests/stateful
 
 test-engines: setup
 	$(RUN) tools/setup_engine_venv.py sglang lmcache --torch-index-url '$(TORCH_INDEX_URL)'

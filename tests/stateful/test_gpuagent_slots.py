@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,7 @@ async def run(bench: Bench, loads: Sequence[range], stores: Sequence[range]) -> 
     stores=st.lists(st.tuples(st.integers(10, 10 + CHUNKS), st.integers(1, CHUNKS)), max_size=3),
     valid_chunks=st.integers(0, CHUNKS + 1),
 )
+@pytest.mark.slow
 def test_no_slot_leaks(
     faults: dict[int, str],
     window_pages: int,

@@ -5,6 +5,7 @@ import hashlib
 import secrets
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from kvpool.core.cluster import ALL_SHARDS, NodeInfo, NodeKind
@@ -144,24 +145,28 @@ def compare(url: str, history: History, grid: int, *, is_split: bool = False) ->
 
 @settings(max_examples=80)
 @given(history=steps, grid=st.sampled_from(GRIDS))
+@pytest.mark.slow
 def test_the_script_does_what_the_reference_does(redis_server: RedisServer, history: History, grid: int) -> None:
     compare(redis_server.url, history, grid)
 
 
 @settings(max_examples=15)
 @given(history=steps, grid=st.sampled_from(GRIDS))
+@pytest.mark.slow
 def test_the_script_does_so_to_a_split_group(redis_server: RedisServer, history: History, grid: int) -> None:
     compare(redis_server.url, history, grid, is_split=True)
 
 
 @settings(max_examples=15)
 @given(history=steps, grid=st.sampled_from(GRIDS))
+@pytest.mark.slow
 def test_the_script_does_so_behind_sentinels(redis_sentinels: RedisSentinels, history: History, grid: int) -> None:
     compare(redis_sentinels.url, history, grid)
 
 
 @settings(max_examples=30)
 @given(history=steps, grid=st.sampled_from(GRIDS))
+@pytest.mark.slow
 def test_the_script_does_so_on_a_cluster(redis_cluster: RedisCluster, history: History, grid: int) -> None:
     compare(redis_cluster.url, history, grid)
 
@@ -216,6 +221,7 @@ def compare_batches(url: str, history: Batches, grid: int, *, is_split: bool) ->
 
 @settings(max_examples=60)
 @given(history=batches, grid=st.sampled_from(GRIDS))
+@pytest.mark.slow
 def test_a_batch_of_changes_of_one_group_does_what_the_reference_does(
     redis_server: RedisServer, history: Batches, grid: int
 ) -> None:
@@ -224,6 +230,7 @@ def test_a_batch_of_changes_of_one_group_does_what_the_reference_does(
 
 @settings(max_examples=10)
 @given(history=batches, grid=st.sampled_from(GRIDS))
+@pytest.mark.slow
 def test_a_batch_of_changes_of_a_split_group_does_so(redis_server: RedisServer, history: Batches, grid: int) -> None:
     compare_batches(redis_server.url, history, grid, is_split=True)
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import example, given, settings
 from prometheus_client import CollectorRegistry
 
@@ -247,6 +248,7 @@ class World:
 @example(  # the index is left with a chunk that is gone altogether
     phases=[([("change", 0, 1, 3, True)], [("change", 0, 1, 3, False)], "roll_back", [])], during=[]
 )
+@pytest.mark.slow
 def test_the_index_ends_with_the_truth(
     phases: list[tuple[list[Step], list[Step], str, list[Step]]], during: list[Step]
 ) -> None:
@@ -293,6 +295,7 @@ async def _fill(world: World, number: int) -> list[tuple[bytes, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_node_that_a_full_chunk_leaves_out_is_not_repaired_for_ever_and_recorded_when_another_has_gone() -> None:
     async def play() -> None:
         world = World()

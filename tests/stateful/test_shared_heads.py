@@ -206,6 +206,7 @@ async def test_a_range_that_keeps_changing_is_not_announced_again() -> None:
 
 
 @pytest.mark.parametrize("changes", [0, 2])
+@pytest.mark.slow
 async def test_stale_and_lost_entries_of_a_bucket_above_the_limit_heal_within_two_rounds(changes: int) -> None:
     node = await synchronized(CHUNKS)
     node.loses_batches = True
@@ -223,6 +224,7 @@ async def test_stale_and_lost_entries_of_a_bucket_above_the_limit_heal_within_tw
     assert node.sent - sent <= CHUNKS // 20, "five parts of 256, twice at most, and what was new"
 
 
+@pytest.mark.slow
 async def test_a_stale_entry_of_a_split_group_heals_at_a_node_that_holds_little_of_it() -> None:
     node = await synchronized(CHUNKS)
     node.drop(sorted(node.held)[5:])
@@ -236,6 +238,7 @@ async def test_a_stale_entry_of_a_split_group_heals_at_a_node_that_holds_little_
     assert await node.is_right() and len(node.held) == 3
 
 
+@pytest.mark.slow
 async def test_comparing_looks_few_chunks_up_at_once_and_only_those_that_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

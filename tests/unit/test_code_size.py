@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLACES = ("clients", "services", "tests", "tools", "demo", "bench")
 GENERATED = REPOSITORY / "clients/python/kvpool/v1"
@@ -22,6 +24,7 @@ def oversized(name: str, source: str) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: {node.name} has {count} lines, at most {FUNCTION_LINES}"
 
 
+@pytest.mark.slow
 def test_modules_and_functions_stay_small() -> None:
     paths = [path for place in PLACES for path in sorted((REPOSITORY / place).rglob("*.py"))]
     assert Path(__file__).resolve() in paths

@@ -198,6 +198,7 @@ def test_the_tls_overlay_gives_every_service_a_volume_of_its_own_key() -> None:
     assert TLS_SERVICES["redis"]["command"][len(plain) :][:2] == ["--port", "0"]
 
 
+@pytest.mark.slow
 def test_certificates_are_made_once_and_anew_when_told(tmp_path: Path) -> None:
     def make(*options: str) -> dict[str, bytes]:
         command = ["sh", str(REPOSITORY / "deploy/tls/make-certificates.sh"), str(tmp_path / "made"), *options]

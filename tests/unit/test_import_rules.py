@@ -135,6 +135,7 @@ def read_sources() -> dict[str, str]:
     return sources
 
 
+@pytest.mark.slow
 def test_the_repository_keeps_the_rules() -> None:
     sources = read_sources()
     assert {"kvpool.core", "kvpool_server", *SERVICES, "tests.unit.test_import_rules"} <= set(sources)

@@ -40,6 +40,7 @@ def parts(file: FileDescriptorProto) -> Iterator[tuple[str, Place]]:
             yield f"{service.name}.{method.name}", (6, number, 2, method_number)
 
 
+@pytest.mark.slow
 def test_every_part_has_a_comment(files: list[FileDescriptorProto]) -> None:
     silent = [name for file in files for name, place in parts(file) if not comments(file).get(place)]
     assert not silent

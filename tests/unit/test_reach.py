@@ -117,6 +117,7 @@ def excuse(name: str) -> str | None:
     return next((known for known in UNUSED_ON_PURPOSE if name.startswith(known)), None)
 
 
+@pytest.mark.slow
 def test_shipped_code_is_reached_by_shipped_code() -> None:
     found = [name for name in unreached(read_sources()) if not name.startswith(CALLED_BY_ENGINES)]
     strangers = [name for name in found if excuse(name) is None]

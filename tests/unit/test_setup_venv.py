@@ -90,6 +90,7 @@ def test_a_broken_environment_is_made_anew(installs: list[str], tmp_path: Path, 
     assert not (venv / "debris").exists()
 
 
+@pytest.mark.slow
 def test_a_real_environment_is_usable_only_whole_and_where_it_was_made(tmp_path: Path) -> None:
     venv, moved = tmp_path / "venv", tmp_path / "moved"
     assert not is_usable(venv)

@@ -29,6 +29,7 @@ PATIENT = {"lookup_timeout_s": 60.0, "store_bytes_in_flight_max": CHUNKS * CHUNK
 QUICK_START = (REPOSITORY / "docs/quickstart-vllm-offloading.md").read_text()
 PRINTED = QUICK_START.split("--kv-transfer-config '")[1].split("'")[0]  # each server starts with it
 _PAGE_STEP_BYTES = 1 << 14
+WAYS: dict[str, dict[str, Any]] = {"arena": {}, "streams": {"pagestore": "remote", "host_id": "elsewhere"}}
 _numbers = itertools.count()
 _seeds = itertools.count(1)
 
@@ -117,6 +118,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DirectCluster]
         yield cluster
 
 
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Settings of a host with a pagestore, and of one without."""
+    return WAYS[request.param]
+
+
 @contextmanager
 def server(
     process: VllmProcess, settings: dict[str, Any], *, tp: int = 1, canonical: bool = False, **tier: Any
@@ -157,10 +164,10 @@ def test_the_quick_starts_json_is_complete_but_for_addresses_and_a_server_withou
 
 
 def test_what_vllm_has_evicted_comes_back_with_its_bytes_and_no_other_prompts(
-    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster, way: dict[str, Any]
 ) -> None:
     seed, other = next(_seeds), next(_seeds)
-    with server(processes[0], cluster.settings(), enable_kv_events=True) as one:
+    with server(processes[0], cluster.settings(**way), enable_kv_events=True) as one:
         counters = one.store(seed)
         assert counters["stored_chunks"] == 4
         assert [4, "STORAGE", False] in one("events")
@@ -181,6 +188,20 @@ def test_two_servers_share_and_a_server_that_starts_again_finds_what_was_stored(
         eventually_sync(lambda: shared(two, seed))
     with server(processes[0], cluster.settings("a")) as again:
         assert again.found(seed) == 4
+
+
+def test_hosts_with_and_without_a_pagestore_share_in_both_directions(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+) -> None:
+    seed, other = next(_seeds), next(_seeds)
+    with (
+        server(processes[0], cluster.settings("a")) as local,
+        server(processes[1], cluster.settings(**WAYS["streams"])) as remote,
+    ):
+        local.store(seed)
+        eventually_sync(lambda: shared(remote, seed))
+        remote.store(other)
+        eventually_sync(lambda: shared(local, other))
 
 
 @pytest.mark.parametrize(
@@ -228,12 +249,12 @@ def test_another_seed_of_vllms_hashes_shares_nothing(
 
 
 def test_a_reset_serves_nothing_from_before_and_shares_nothing_after(
-    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster, way: dict[str, Any]
 ) -> None:
     seed, later = next(_seeds), next(_seeds)
     with (
-        server(processes[0], cluster.settings("a")) as one,
-        server(processes[1], cluster.settings("a")) as two,
+        server(processes[0], cluster.settings("a", **way)) as one,
+        server(processes[1], cluster.settings("a", **way)) as two,
     ):
         one.store(seed)
         eventually_sync(lambda: shared(two, seed))
@@ -258,10 +279,10 @@ def test_with_a_weight_version_a_reset_keeps_what_is_stored(
 
 
 def test_stores_beyond_the_bytes_in_flight_are_refused_and_pin_nothing(
-    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster, way: dict[str, Any]
 ) -> None:
     seed = next(_seeds)
-    settings = cluster.settings("a", store_bytes_in_flight_max=2 * CHUNK_BYTES)
+    settings = cluster.settings("a", **way, store_bytes_in_flight_max=2 * CHUNK_BYTES)
     with server(processes[0], settings) as one:
         counters = one.store(seed, CHUNKS)
         assert (counters["refused_store_chunks"], counters["cascade_job_failures"]) == (CHUNKS - 2, 1)
@@ -269,10 +290,12 @@ def test_stores_beyond_the_bytes_in_flight_are_refused_and_pin_nothing(
         assert one.comes_back(seed, CHUNKS) == 2
 
 
-def test_a_damaged_page_is_a_miss(processes: tuple[VllmProcess, VllmProcess], tmp_path: Path) -> None:
+def test_a_damaged_page_is_a_miss(
+    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path, way: dict[str, Any]
+) -> None:
     seed = next(_seeds)
     with direct_cluster(tmp_path) as cluster:
-        with server(processes[0], cluster.settings()) as one:
+        with server(processes[0], cluster.settings(**way)) as one:
             one.store(seed)
             asyncio.run(leave_staging(cluster.store().ready["endpoint"]))
             for path in tmp_path.rglob("*.pages"):
@@ -280,16 +303,16 @@ def test_a_damaged_page_is_a_miss(processes: tuple[VllmProcess, VllmProcess], tm
                     for offset in range(_PAGE_STEP_BYTES // 2, len(memory), _PAGE_STEP_BYTES):
                         memory[offset] ^= 0xFF
                     memory.flush()
-        with server(processes[1], cluster.settings()) as two:
+        with server(processes[1], cluster.settings(**way)) as two:
             assert two.found(seed) == 0
             assert two("stats")["promotion_job_failures"] == 1
 
 
 def test_jobs_under_a_pagestore_that_stands_still_end_when_it_is_killed(
-    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path
+    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path, way: dict[str, Any]
 ) -> None:
     seed = next(_seeds)
-    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings()) as one:
+    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings(**way)) as one:
         one.store(seed)
         one("forget")
         cluster.store().send(signal.SIGSTOP)
@@ -302,12 +325,12 @@ def test_jobs_under_a_pagestore_that_stands_still_end_when_it_is_killed(
 
 
 def test_a_reset_waits_no_longer_than_the_time_limits_of_a_pagestore_that_stands_still(
-    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path
+    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path, way: dict[str, Any]
 ) -> None:
     limits: dict[str, Any] = dict.fromkeys(
         ("load_timeout_s", "store_timeout_s", "connect_timeout_s", "room_wait_s"), 0.5
     )
-    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings(**limits)) as one:
+    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings(**way, **limits)) as one:
         eventually_sync(lambda: one.store(next(_seeds)).get("stored_chunks", 0) > 0)
         cluster.store().send(signal.SIGSTOP)
         try:
@@ -326,10 +349,10 @@ def test_a_reset_waits_no_longer_than_the_time_limits_of_a_pagestore_that_stands
 
 
 def test_a_pagestore_killed_in_the_middle_of_jobs_costs_misses_and_comes_back(
-    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path
+    processes: tuple[VllmProcess, VllmProcess], tmp_path: Path, way: dict[str, Any]
 ) -> None:
     seed, second, third = next(_seeds), next(_seeds), next(_seeds)
-    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings(load_timeout_s=5.0)) as one:
+    with direct_cluster(tmp_path) as cluster, server(processes[0], cluster.settings(**way, load_timeout_s=5.0)) as one:
         one.store(seed)
         one("begin_store", seed=second, first=0, count=CHUNKS)
         cluster.store().kill()

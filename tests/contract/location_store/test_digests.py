@@ -3,6 +3,8 @@
 import secrets
 from collections.abc import Sequence
 
+import pytest
+
 from kvpool.core.location_digest import RANGE_COUNT, bucket_of, fingerprint, holding, range_of
 from kvpool_index.core.entries import EVERY_SHARD, GroupRead, NodeEntry, TierMasks, decode_value
 from kvpool_index.ports import IndexStore
@@ -33,6 +35,7 @@ async def entries(store: IndexStore, ordinal: int, first: int = 0, last: int = (
     return {entry async for part in store.locations.entries(ordinal, first, last) for entry in part}
 
 
+@pytest.mark.slow
 async def test_digests_say_what_the_entries_say(harness: Harness) -> None:
     store = harness.store
     one, other = await open_stream(store), await open_stream(store)
@@ -89,6 +92,7 @@ async def test_all_chunks_are_walked_over_with_whom_they_name(harness: Harness) 
     }
 
 
+@pytest.mark.slow
 async def test_entries_of_a_node_are_found_by_bucket(harness: Harness) -> None:
     store = harness.store
     one, other = await open_stream(store), await open_stream(store)

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from kvpool_index.core.events import ORIGIN, entry_order
 from tests.contract.location_store.conftest import Harness
 
@@ -36,6 +38,7 @@ async def test_a_reader_waits_for_the_next_entry(harness: Harness) -> None:
     assert next(entry.payload for entry in await reading) == b"new"
 
 
+@pytest.mark.slow
 async def test_waiting_outlasts_the_timeout_of_calls(harness: Harness) -> None:
     assert await harness.store.events.read(0, ORIGIN, limit=1, wait_s=0.7) == []
 

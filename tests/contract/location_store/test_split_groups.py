@@ -116,6 +116,7 @@ async def test_a_group_is_split_when_it_is_too_large(harness: Harness) -> None:
     assert await split_groups(store, fence.ordinal, range_of(head) ^ 1) == {}
 
 
+@pytest.mark.slow
 async def test_digests_of_parts_say_what_the_entries_say(harness: Harness) -> None:
     store, head = harness.store, secrets.token_bytes(16)
     one, other = await open_stream(store), await open_stream(store)
@@ -145,6 +146,7 @@ async def test_digests_of_parts_say_what_the_entries_say(harness: Harness) -> No
         await check_digests(harness.peer, fence.ordinal, head, held[fence])
 
 
+@pytest.mark.slow
 async def test_a_split_group_is_walked_over_in_steps(harness: Harness) -> None:
     store, head = harness.store, secrets.token_bytes(16)
     one, other = await open_stream(store), await open_stream(store)
@@ -176,6 +178,7 @@ async def test_a_split_group_is_walked_over_in_steps(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.slow
 async def test_a_split_group_is_dropped_in_steps(harness: Harness, whole: bool) -> None:
     store, head = harness.store, secrets.token_bytes(16)
     mine, other = await open_stream(store), await open_stream(store)
@@ -242,6 +245,7 @@ async def test_digests_of_parts_can_be_corrected(harness: Harness) -> None:
     await check_digests(store, fence.ordinal, head, held)
 
 
+@pytest.mark.slow
 async def test_split_groups_of_a_range_are_named_some_at_a_time(harness: Harness) -> None:
     store, fence = harness.store, await open_stream(harness.store)
     heads = [secrets.token_bytes(14) + b"\x12\x34" for _ in range(12)]

@@ -41,6 +41,7 @@ def test_the_same_trace_hits_the_same_each_time() -> None:
 
 
 @pytest.mark.parametrize("name", ["chat", "agents", "documents"])
+@pytest.mark.slow
 def test_no_kind_of_traffic_hits_much_less_than_with_lru(name: str) -> None:
     trace = Trace(SYNTHETIC[name](random.Random(5))[:1500])
     unique = trace.unique_blocks

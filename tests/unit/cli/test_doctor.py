@@ -173,6 +173,7 @@ def test_a_redis_that_would_lose_what_it_is_told_is_told_of(redis: ScriptedRedis
     assert levels(list(examine_server("redis", redis)))[subject] is level
 
 
+@pytest.mark.slow
 def test_a_redis_that_does_not_answer_is_bad_and_no_password_is_shown() -> None:
     (found,) = examine_redis("redis://:secret@127.0.0.1:1/0")
     assert found.level is Level.ERROR and "secret" not in found.message

@@ -148,6 +148,7 @@ def test_the_state_directory_comes_from_anywhere_on_the_line_or_the_environment(
         assert str(tmp_path / "flag") in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_index_comes_from_the_environment_unless_the_line_names_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +172,7 @@ def test_the_index_comes_from_the_environment_unless_the_line_names_a_cluster(
         ("kvpool top --onc", {"--once"}),
     ],
 )
+@pytest.mark.slow
 def test_bash_completes_commands_options_and_values(line: str, offered: set[str]) -> None:
     environment = os.environ | {
         "_KVPOOL_COMPLETE": "complete_bash",

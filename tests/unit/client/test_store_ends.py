@@ -60,7 +60,7 @@ async def pool_of(store: Served, **changes: Any) -> AsyncIterator[AsyncStorePage
     try:
         yield pool
     finally:
-        await pool._session.close()
+        await pool._transport.close()
         pool._threads.shutdown(wait=False)
 
 
@@ -173,7 +173,8 @@ def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
 async def test_a_slot_of_another_size_is_not_written() -> None:
     with new_world() as world:
         async with served(world) as store, pool_of(store) as pool:
-            session = await pool._session.live(KEYSPACE, SPEC)
+            transport: Any = pool._transport
+            session = await transport.link.live(KEYSPACE, SPEC)
             reserve = session.reserve
 
             async def smaller(*arguments: Any, **named: Any) -> Any:
@@ -183,7 +184,7 @@ async def test_a_slot_of_another_size_is_not_written() -> None:
                 object.__setattr__(slot, "page_bytes", slot.page_bytes - 8)
                 return results
 
-            session.reserve = smaller  # type: ignore[method-assign]
+            session.reserve = smaller
             touched: set[tuple[int, int]] = set()
             stored = await pool.put(SPACE, CHAIN, lambda position, shard, _: touched.add((position, shard)))
             assert stored == [False, True, True] and (0, 1) not in touched and (0, 2) in touched
@@ -198,5 +199,5 @@ async def test_an_idle_pool_lets_go_of_the_arena_of_a_pagestore_that_crashed() -
         async with served(world) as store:
             await eventually(lambda: store.running.engine.gauges().sessions == 1)
             await eventually(lambda: store.running.engine.gauges().arena_quarantined_bytes == 0)
-            await pool._session.close()
+            await pool._transport.close()
             pool._threads.shutdown(wait=False)

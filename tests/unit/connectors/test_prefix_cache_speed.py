@@ -138,6 +138,7 @@ def test_loads_that_become_quick_are_found_out() -> None:
     ],
     ids=["h200", "demo", "cpu"],
 )
+@pytest.mark.slow
 def test_where_computing_is_slow_loads_go_on(prefill_ms: Milliseconds, load_ms: Milliseconds, rest: int) -> None:
     engine = TimedEngine(prefill_ms, load_ms)
     loaded_ms = load_ms(120) + prefill_ms(rest)

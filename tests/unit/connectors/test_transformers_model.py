@@ -86,6 +86,7 @@ MLA = {
         ),
     ],
 )
+@pytest.mark.slow
 def test_other_models_are_refused_by_name(
     model_class: str, config_class: str, settings: dict[str, Any], what: str
 ) -> None:

@@ -102,6 +102,7 @@ def test_stated_errors_hold_at_the_ends_of_the_range(codec: Codec, dtype: Dtype,
 @any_float
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), spread=st.integers(0, 60), data=st.data())
+@pytest.mark.slow
 def test_stated_errors_hold_for_any_finite_elements(
     codec: Codec, dtype: Dtype, seed: int, spread: int, data: st.DataObject
 ) -> None:

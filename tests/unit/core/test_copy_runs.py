@@ -66,6 +66,7 @@ def some_blocks(layout: EngineLayout, spec: KeyspaceSpec, noise: np.random.Gener
 
 @settings(max_examples=100)
 @given(st.data())
+@pytest.mark.slow
 def test_replayed_runs_are_the_gather_and_the_scatter(data: st.DataObject) -> None:
     """Of pages of any split, for a rank with any heads."""
     spec = data.draw(small_specs())

@@ -66,6 +66,7 @@ def test_kv_is_16_kib_a_token(default: DemoModel) -> None:
     assert {layer.keys.dtype for layer in layers} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_replies_vary_and_follow_the_document(default: DemoModel) -> None:
     replies = [generate(default, prompt) for prompt in prompts(default)]
     assert all(len(reply) == REPLY_TOKENS for reply in replies)
@@ -74,6 +75,7 @@ def test_replies_vary_and_follow_the_document(default: DemoModel) -> None:
 
 
 @pytest.mark.parametrize("page", [0, 9, PREFIX_TOKENS // PAGE_TOKENS - 1])
+@pytest.mark.slow
 def test_reply_is_kept_by_right_kv_and_changed_by_one_wrong_page(
     default: DemoModel, prefixes: tuple[Any, Any], page: int
 ) -> None:

@@ -43,6 +43,7 @@ def of_ours(path: str) -> list[Container]:
 
 
 @pytest.mark.parametrize("path", EVERYTHING)
+@pytest.mark.slow
 def test_every_container_is_confined(path: str) -> None:
     found = containers(build(path))
     assert found

@@ -35,6 +35,7 @@ def noise(cache: Cache, seed: int) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
+@pytest.mark.slow
 def test_gather_and_scatter_equal_the_reference(preset: str, data: st.DataObject) -> None:
     """Of all shards at once: pages of every split, of which a scatter takes each for itself."""
     block_tokens = 8 if preset == "vllm-cpu" else data.draw(st.sampled_from([1, 2, 8, 16, 32]), "block_tokens")

@@ -29,6 +29,7 @@ from tests.unit.core.test_plane_table import rank_of
 
 @settings(max_examples=150)
 @given(st.data())
+@pytest.mark.slow
 def test_copies_equal_the_reference(data: st.DataObject) -> None:
     spec = data.draw(small_specs())
     grid = data.draw(small_grids(spec))

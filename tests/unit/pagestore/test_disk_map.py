@@ -272,6 +272,7 @@ def test_numbers_of_any_size_are_kept_as_they_are(is_restart: bool) -> None:
         assert disk.metadata(page_key(1)) == kept
 
 
+@pytest.mark.slow
 def test_a_chunk_costs_few_bytes_however_many_were_evicted_before_it() -> None:
     rng, count, length = random.Random(1), 4096, 32
     disk = DiskMap(lambda key: 1, PageEvents(), lambda: 0)

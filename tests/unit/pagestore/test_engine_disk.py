@@ -114,6 +114,7 @@ async def test_a_page_flipped_on_disk_is_a_miss_and_is_dropped_everywhere() -> N
             assert (await acquire_one(running, await open_session(running), wanted(1))).source is Source.DISK
 
 
+@pytest.mark.slow
 async def test_a_failing_disk_costs_durability_but_not_service() -> None:
     with new_world() as world:
         async with running_engine(world) as running:

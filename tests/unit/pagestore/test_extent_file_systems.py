@@ -133,6 +133,7 @@ def tmpfs(tmp_path: Path) -> str:
 
 @needs_mounts
 @pytest.mark.parametrize("script", [FULL, NO_ROOM_TO_GROW, FAILING], ids=["full", "no room to grow", "failing"])
+@pytest.mark.slow
 def test_a_small_ext4(tmp_path: Path, script: str) -> None:
     run(tmp_path, ext4(tmp_path), script)
 

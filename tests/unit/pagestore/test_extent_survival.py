@@ -83,6 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "harm"), CASES)
+@pytest.mark.slow
 def test_no_page_is_lost_whatever_file_of_the_database_is_damaged(tmp_path: Path, kind: str, harm: str) -> None:
     filled(tmp_path)
     damaged = max(tmp_path.glob(kind), key=lambda path: path.stat().st_size)
@@ -99,6 +100,7 @@ def test_no_page_is_lost_whatever_file_of_the_database_is_damaged(tmp_path: Path
 
 
 @pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.slow
 def test_a_damaged_log_costs_what_was_written_since_the_last_table(tmp_path: Path, harm: str) -> None:
     filled(tmp_path)
     store = opened(tmp_path)
@@ -129,6 +131,7 @@ def test_a_lost_database_is_rebuilt_from_the_pages(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_salvage_holds_few_bytes_of_each_page_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(salvage, "_BATCH_ROWS", 256)
     monkeypatch.setattr(page_store, "_LOAD_ROWS", 256)
@@ -152,6 +155,7 @@ def test_salvage_holds_few_bytes_of_each_page_in_memory(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("batches", range(5))
 @pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.slow
 def test_salvage_that_is_killed_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int, is_lost: bool
 ) -> None:
@@ -213,6 +217,7 @@ def test_pages_that_were_cleared_do_not_come_back_when_the_database_is_lost(tmp_
     ("name", "harm"),
     [("start", "noise"), ("start", "emptied"), ("start", "removed"), ("*.cleared", "noise"), ("*.cleared", "emptied")],
 )
+@pytest.mark.slow
 def test_cleared_pages_stay_gone_when_a_file_beside_the_pages_is_damaged_too(
     tmp_path: Path, name: str, harm: str
 ) -> None:
@@ -250,6 +255,7 @@ def test_a_page_that_holds_the_likeness_of_another_is_not_taken_for_it(tmp_path:
 
 
 @pytest.mark.parametrize("harm", ["flipped in the middle", "cut", "emptied", "removed", "noise"])
+@pytest.mark.slow
 def test_a_damaged_file_of_pages_costs_the_pages_in_it(tmp_path: Path, harm: str) -> None:
     store = opened(tmp_path, capacity_bytes=220 << 20)
     for start in range(0, 600, 50):  # two files

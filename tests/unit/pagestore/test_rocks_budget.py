@@ -65,6 +65,7 @@ def test_the_files_never_outgrow_the_capacity_while_several_write_and_delete(tmp
     store.close()
 
 
+@pytest.mark.slow
 def test_small_pages_are_charged_for_their_records(tmp_path: Path) -> None:
     """Records, logs and tables of as many of the smallest pages as may be, written again and again, fit beside them."""
     store = opened(tmp_path, capacity_bytes=CAPACITY_BYTES)

@@ -41,6 +41,7 @@ def test_serves_the_registry_and_the_process() -> None:
         get(port, "/metrics")
 
 
+@pytest.mark.slow
 def test_connections_that_send_nothing_take_a_bounded_number_of_threads() -> None:
     port, stop = start_metrics_server("127.0.0.1", 0, CollectorRegistry())
     before = threading.active_count()

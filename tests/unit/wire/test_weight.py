@@ -67,6 +67,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.slow
 def test_nothing_takes_more_memory_than_it_weighs() -> None:
     kept: list[Any] = []  # so that what the next one takes is not what this one has left
 

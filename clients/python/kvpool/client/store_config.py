@@ -12,6 +12,7 @@ from kvpool.client.tls import tls_from_environment
 from kvpool.core.addresses import check_endpoint
 from kvpool.core.errors import InvalidRequest
 
+REMOTE = "remote"
 _TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,)}
 
 
@@ -20,7 +21,7 @@ class StoreConfig:
     """Settings that all connectors of this kind have. Times bound what a sick cluster can cost an engine."""
 
     index_endpoints: tuple[str, ...]  # "host:port" of each replica
-    pagestore: str  # "unix:/path" of this host's pagestore
+    pagestore: str  # "unix:/path" of this host's pagestore; "remote": it has none, and pages are streamed
     bearer_token: str = field(default="", repr=False)
     host_id: str = ""  # of this machine, as its pagestore has it: its pages are listed first
     match_timeout_s: float = 0.5  # of one look-up
@@ -31,7 +32,8 @@ class StoreConfig:
     retry_interval_s: float = 0.5  # what could not be reached is left alone for so long
     pages_in_flight: int = 64  # of one call; bounds arena slots that it holds at once
     calls_in_flight: int = 2  # of each kind; further ones wait
-    copy_threads: int = 4
+    copy_threads: int = 4  # each copies pages, or runs one stream
+    stream_bytes_in_flight_max: int = 256 << 20  # buffered by all calls; used only with a remote pagestore
     remembered_chunks: int = 65536  # where they were seen
 
     def __post_init__(self) -> None:
@@ -39,10 +41,12 @@ class StoreConfig:
             raise InvalidRequest(
                 "index_endpoints and pagestore must be set, as in "
                 '{"index_endpoints": ["127.0.0.1:7100"], "pagestore": "unix:/run/kvpool/pagestore.sock"}'
+                '; on a host without a pagestore it is "remote"'
             )
         for number, endpoint in enumerate(self.index_endpoints):
             check_endpoint(endpoint, f"index_endpoints[{number}]")
-        check_endpoint(self.pagestore, "pagestore")
+        if not self.is_remote:
+            check_endpoint(self.pagestore, "pagestore")
         for name in (
             "match_timeout_s",
             "load_timeout_s",
@@ -53,9 +57,20 @@ class StoreConfig:
         ):
             if getattr(self, name) <= 0:
                 raise InvalidRequest(f"{name} must be > 0, got {getattr(self, name)}")
-        for name in ("pages_in_flight", "calls_in_flight", "copy_threads", "remembered_chunks"):
+        for name in (
+            "pages_in_flight",
+            "calls_in_flight",
+            "copy_threads",
+            "remembered_chunks",
+            "stream_bytes_in_flight_max",
+        ):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether this host has no pagestore."""
+        return self.pagestore == REMOTE
 
     @classmethod
     def names(cls) -> frozenset[str]:

@@ -1,4 +1,5 @@
-"""Chunks in the cluster, read and written in the arena of this host's pagestore by the engine's own process.
+"""Chunks in the cluster, read and written in the arena of this host's pagestore by the engine's own process; by streams
+where the host has none.
 
 For engines whose KV passes through host memory of their own: no agent is needed. Whatever fails is a miss.
 """
@@ -8,37 +9,103 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
 
 from kvpool.client.concurrency_limiter import ConcurrencyLimiter
 from kvpool.client.index import IndexClient
-from kvpool.client.pagestore import SessionPlan
+from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.pagestore_link import PagestoreLink
 from kvpool.client.store_config import StoreConfig
-from kvpool.client.store_reading import read_window
+from kvpool.client.store_reading import WindowRead, read_window
+from kvpool.client.store_streams import StreamTransport
 from kvpool.client.store_values import (
     ChunkPlace,
     FoundChunk,
     KeyspaceShards,
     OpenedShards,
+    PayloadCopy,
     StoreCounts,
     WantedPage,
     consecutive,
     wanted_pages,
 )
-from kvpool.client.store_writing import write_with_retry
-from kvpool.core.cluster import ChainMatch, NodeKind
+from kvpool.client.store_writing import WindowWritten, write_window, write_with_retry
+from kvpool.core.cluster import ChainMatch, NodeKind, RemoteSource
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.core.match_sources import remote_sources, shards_to_read
 
 _log = logging.getLogger(__name__)
-PayloadCopy = Callable[[int, int, memoryview], None]
-"""(position of the chunk in the call, shard, payload): fills a payload, or reads one. Runs in a copy thread, keeps no
-reference to the payload."""
 _MATCH_CHUNKS_MAX = 1024  # of one query
+
+
+class PageWindows(Protocol):
+    """Windows of pages of one keyspace. A call returns (also when cancelled) only after its last copy."""
+
+    pages_max: int  # of one window
+
+    async def read(
+        self, pages: Sequence[WantedPage], sources: Sequence[tuple[RemoteSource, ...]], wait_s: float, take: PayloadCopy
+    ) -> WindowRead: ...
+    async def write(self, pages: Sequence[WantedPage], wait_s: float, fill: PayloadCopy) -> WindowWritten: ...
+
+
+class PageTransport(Protocol):
+    """How this process's pages come and go."""
+
+    @property
+    def node_id(self) -> bytes: ...  # 16 bytes: the pagestore of this host; else none
+    @property
+    def connected(self) -> bool: ...
+    def use(self, space: OpenedShards) -> AbstractAsyncContextManager[PageWindows]: ...
+    async def close(self) -> None: ...
+
+
+class ArenaTransport:
+    """Through the arena of this host's pagestore."""
+
+    def __init__(self, config: StoreConfig, peer_name: str, threads: Executor) -> None:
+        plan = SessionPlan(endpoint=config.pagestore, peer_name=peer_name)
+        self.link = PagestoreLink(plan, config.client, retry_interval_s=config.retry_interval_s)
+        self._config, self._threads = config, threads
+
+    @property
+    def node_id(self) -> bytes:
+        """None before it was ever reached."""
+        return self.link.node_id
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a session with the pagestore now."""
+        return self.link.connected
+
+    @asynccontextmanager
+    async def use(self, space: OpenedShards) -> AsyncGenerator[PageWindows]:
+        """Windows of a keyspace in one session. raises: what opening one raises."""
+        async with self.link.use(space.keyspace, space.space.spec) as session:
+            leases_max = session.max_leases // self._config.calls_in_flight
+            yield _ArenaWindows(session, space, self._threads, leases_max)
+
+    async def close(self) -> None:
+        """End the session. Idempotent."""
+        await self.link.close()
+
+
+class _ArenaWindows:
+    def __init__(self, session: PageStoreSession, space: OpenedShards, threads: Executor, leases_max: int) -> None:
+        self._session, self._space, self._threads, self.pages_max = session, space, threads, leases_max
+
+    async def read(
+        self, pages: Sequence[WantedPage], sources: Sequence[tuple[RemoteSource, ...]], wait_s: float, take: PayloadCopy
+    ) -> WindowRead:
+        return await read_window(self._session, self._space, pages, sources, wait_s, self._threads, take)
+
+    async def write(self, pages: Sequence[WantedPage], wait_s: float, fill: PayloadCopy) -> WindowWritten:
+        return await write_window(self._session, self._space, pages, wait_s, self._threads, fill)
 
 
 class AsyncStorePages:
@@ -47,9 +114,13 @@ class AsyncStorePages:
     def __init__(self, config: StoreConfig, peer_name: str) -> None:
         self._config = config
         self._index = IndexClient(config.client)
-        plan = SessionPlan(endpoint=config.pagestore, peer_name=peer_name)
-        self._session = PagestoreLink(plan, config.client, retry_interval_s=config.retry_interval_s)
         self._threads = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="kvpool-copy")
+        self._transport: PageTransport
+        if config.is_remote:
+            window_bytes = config.stream_bytes_in_flight_max // (2 * config.calls_in_flight)  # reads and writes
+            self._transport = StreamTransport(config.client, self._index, self._threads, window_bytes)
+        else:
+            self._transport = ArenaTransport(config, peer_name, self._threads)
         self._reads, self._writes = (ConcurrencyLimiter(config.calls_in_flight) for _ in range(2))
         self._spaces: dict[KeyspaceShards, OpenedShards] = {}
         self._opening = asyncio.Lock()
@@ -108,10 +179,10 @@ class AsyncStorePages:
         found = [self._found.get(chunk.chunk_hash, unknown) for chunk in chunks]
         pages = wanted_pages(chunks, [one.shards for one in found])
         try:
-            async with self._reads.acquire(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
-                for window, wait_s in self._windows(pages, session.max_leases, ends_at_s):
+            async with self._reads.acquire(ends_at_s), self._transport.use(space) as windows:
+                for window, wait_s in self._windows(pages, windows.pages_max, ends_at_s):
                     sources = [found[page.position].remote for page in window]
-                    read = await read_window(session, space, window, sources, wait_s, self._threads, take)
+                    read = await windows.read(window, sources, wait_s, take)
                     good |= read.good
                     self.counts.corrupt_pages += read.corrupt_count
                     self.counts.loaded_bytes += sum(space.payload_bytes(page.shard) for page in read.good)
@@ -137,12 +208,21 @@ class AsyncStorePages:
         good: set[WantedPage] = set()
         pages = wanted_pages(chunks, [space.space.shards] * len(chunks))
         try:
-            async with self._writes.acquire(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
-                for window, _ in self._windows(pages, session.max_leases, ends_at_s):
-                    written = await write_with_retry(
-                        session, space, window, ends_at_s, self._config.room_wait_s, self._threads, fill
-                    )
+            if self._config.is_remote:  # a pagestore knows its own pages only
+                there = [False] * len(chunks)
+                await self._look_up(space, chunks, there)
+                good = {page for page in pages if there[page.position]}
+            missing = [page for page in pages if page not in good]
+            async with self._writes.acquire(ends_at_s), self._transport.use(space) as windows:
+
+                async def write(window: Sequence[WantedPage], wait_s: float) -> WindowWritten:
+                    return await windows.write(window, wait_s, fill)
+
+                for window, _ in self._windows(missing, windows.pages_max, ends_at_s):
+                    written = await write_with_retry(write, window, ends_at_s, self._config.room_wait_s)
                     good |= written.good
+                    for page, source in written.sources.items():  # the index learns of it a moment later
+                        self._remember(page.chunk.chunk_hash, FoundChunk(space.space.shards, (source,)))
                     self.counts.stored_bytes += written.written_bytes
                     if written.error is not None:
                         raise written.error
@@ -172,23 +252,23 @@ class AsyncStorePages:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a session with the pagestore now."""
-        return self._session.connected
+        """Whether there is a session with the pagestore now, or the last stream was answered."""
+        return self._transport.connected
 
     async def close(self) -> None:
         """End everything: calls in flight are cancelled, and have ended when this returns. Idempotent."""
         await asyncio.gather(self._reads.close(), self._writes.close())
-        await self._session.close()
+        await self._transport.close()
         await self._index.match_stream.close()
         await self._index.endpoints.close()
         self._threads.shutdown(wait=False)
 
     def _windows(
-        self, pages: Sequence[WantedPage], max_leases: int, ends_at_s: float
+        self, pages: Sequence[WantedPage], pages_max: int, ends_at_s: float
     ) -> Iterator[tuple[Sequence[WantedPage], float]]:
         """Pages for one call each, with the seconds left when its turn comes; no more once there are none."""
         loop = asyncio.get_running_loop()
-        size = max(1, min(self._config.pages_in_flight, max_leases // self._config.calls_in_flight))
+        size = max(1, min(self._config.pages_in_flight, pages_max))
         for start in range(0, len(pages), size):
             wait_s = ends_at_s - loop.time()
             if wait_s <= 0:
@@ -222,8 +302,8 @@ class AsyncStorePages:
         """For each matched chunk what to read of which nodes; None where some of the space's KV is nowhere."""
         grid = ShardGrid.of(space.space.spec)
         for run in match.runs:
-            shards, _ = shards_to_read(run, grid, space.space.shards, self._session.node_id)
-            remote = remote_sources(run, match, shards, self._session.node_id)
+            shards, _ = shards_to_read(run, grid, space.space.shards, self._transport.node_id)
+            remote = remote_sources(run, match, shards, self._transport.node_id)
             place = FoundChunk(shards, remote) if shards else None
             yield from (place for _ in range(run.chunk_count))
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from kvpool.client.retry import LATER
 from kvpool.client.store_config import StoreConfig
-from kvpool.client.store_pool import AsyncStorePages, PayloadCopy
-from kvpool.client.store_values import ChunkPlace, KeyspaceShards, OpenedShards, StoreCounts
+from kvpool.client.store_pool import AsyncStorePages
+from kvpool.client.store_values import ChunkPlace, KeyspaceShards, OpenedShards, PayloadCopy, StoreCounts
 from kvpool.client.sync import BackgroundLoop
 from kvpool.core.errors import ServiceUnavailable
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
@@ -11,6 +11,10 @@ from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey
 from kvpool.core.payload import payload_bytes
+
+PayloadCopy = Callable[[int, int, memoryview], None]
+"""(position of the chunk in the call, shard, payload): fills a payload, or reads one. Runs in a copy thread, keeps no
+reference to the payload."""
 
 
 @dataclass(frozen=True, slots=True)

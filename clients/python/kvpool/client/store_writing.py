@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -13,7 +13,8 @@ from kvpool.client.pagestore import PageStoreSession
 from kvpool.client.retry import Backoff
 from kvpool.client.store_reading import all_ended, copied_together, in_thread
 from kvpool.client.store_values import OpenedShards, WantedPage
-from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError
+from kvpool.core.cluster import RemoteSource
+from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, Overloaded
 from kvpool.core.outcome import Admission
 from kvpool.core.page import page_bytes, payload_view, seal
 
@@ -25,39 +26,42 @@ _COMMIT_AT_LEAST_S = 0.5  # pages that are filled are worth a moment more
 
 @dataclass(slots=True)
 class WindowWritten:
-    """good: pages that are there now or soon. error: what the first page that is not there was refused with."""
+    """good: pages that are there now or soon. error: what the first page that is not there was refused with.
+
+    sources: the other hosts' nodes that took pages.
+    """
 
     good: set[WantedPage] = field(default_factory=set)
     written_bytes: int = 0
     error: KvPoolError | None = None
+    sources: dict[WantedPage, RemoteSource] = field(default_factory=dict)
 
 
 async def write_with_retry(
-    session: PageStoreSession,
-    space: OpenedShards,
+    write: Callable[[Sequence[WantedPage], float], Awaitable[WindowWritten]],
     pages: Sequence[WantedPage],
     ends_at_s: float,
     room_wait_s: float,
-    threads: Executor,
-    fill: Callable[[int, int, memoryview], None],
 ) -> WindowWritten:
-    """As write_window, but pages for which staging has no room are tried again, as long as some become durable.
+    """Write a window; pages for which staging has no room are tried again, as long as some become durable.
 
-    ends_at_s: by the loop's clock. room_wait_s: without a page for which there was room.
+    write: tries some pages, within seconds. ends_at_s: by the loop's clock. room_wait_s: without a page for which there
+    was room.
     """
     loop, backoff = asyncio.get_running_loop(), Backoff(_PAUSE_INITIAL_S, _PAUSE_MAX_S)
     whole, left = WindowWritten(), list(pages)
     gives_up_at_s = min(ends_at_s, loop.time() + room_wait_s)
     while True:
-        written = await write_window(session, space, left, ends_at_s - loop.time(), threads, fill)
+        written = await write(left, ends_at_s - loop.time())
         whole.good |= written.good
         whole.written_bytes += written.written_bytes
+        whole.sources |= written.sources
         left = [page for page in left if page not in written.good]
         if written.good:
             gives_up_at_s = min(ends_at_s, loop.time() + room_wait_s)
             backoff.reset()
         pause_s = backoff.next_s()
-        if not isinstance(written.error, ArenaFull) or loop.time() + pause_s >= gives_up_at_s:
+        if not isinstance(written.error, (ArenaFull, Overloaded)) or loop.time() + pause_s >= gives_up_at_s:
             whole.error = written.error
             return whole
         await asyncio.sleep(pause_s)

@@ -133,6 +133,7 @@ def test_tables_put_runs_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("runs", [1, 9])
+@pytest.mark.slow
 def test_the_page_stands_alone(runs: int) -> None:
     tiers = {"own": 10.0, "staging": 70.0, "computed": 20.0}
     results = [result(recorded(0.1 * (at + 1), 30, http_500=1), tiers, name=f"run {at}") for at in range(runs)]
