@@ -74,14 +74,7 @@ def merge_changes(older: LocationChange, newer: LocationChange) -> LocationChang
         newer.added_shards & ~newer.removed_shards
     )
     removed = ((older.removed_shards & ~newer.added_shards) | newer.removed_shards) & ~added
-    return LocationChange(
-        keyspace=newer.keyspace,
-        chunk_hash=newer.chunk_hash,
-        group_head_hash=newer.group_head_hash,
-        tier=newer.tier,
-        added_shards=added,
-        removed_shards=removed,
-    )
+    return LocationChange(newer.keyspace, newer.chunk_hash, newer.group_head_hash, newer.tier, added, removed)
 
 
 class AnnounceQueue:

@@ -134,7 +134,7 @@ class ChunkDirectory:
         head = change.group_head_hash
         number = range_of(head)
         groups = self._groups.get(number)
-        if groups is None or change.keyspace + head not in groups:
+        if not groups or change.keyspace + head not in groups:
             return number
         return PartSpan(change.keyspace, head, part_of(change.chunk_hash))
 

@@ -58,15 +58,7 @@ class Announcer:
 
 
 def _change(place: _Place, tier: Tier, shards: int, present: bool) -> LocationChange:
-    keyspace, chunk_hash, group_head_hash = place
-    return LocationChange(
-        keyspace=keyspace,
-        chunk_hash=chunk_hash,
-        group_head_hash=group_head_hash,
-        tier=tier,
-        added_shards=shards if present else 0,
-        removed_shards=0 if present else shards,
-    )
+    return LocationChange(*place, tier, shards if present else 0, 0 if present else shards)
 
 
 class Inventory:
