@@ -78,6 +78,7 @@ STAGED_PAGES = 1 << 14
 _LAST_STALL_S = 0.1  # after a step, for a stall to end
 _STALLS_SHOWN = 5
 START_TIMEOUT_S = 900.0
+STEPS = ("evictions", "reconcile", "replication", "drain", "quota", "clear")  # that a run may leave out
 STEP_TIMEOUT_S = 900.0
 
 
@@ -480,20 +481,23 @@ def run(directory: Path, skipped: Sequence[str], result: Path | None) -> None:
         document["bytes_a_chunk"] = round((bench.resident_bytes - empty) / bench.chunks.count)
         with bench.step("read real pages"):
             bench.read_real_pages()
-        with bench.step("first eviction"):
-            bench.write_pages(0, 64)
-        with bench.step("evictions that follow"):
-            bench.write_pages(64, 512)
+        if "evictions" not in skipped:
+            with bench.step("first eviction"):
+                bench.write_pages(0, 64)
+            with bench.step("evictions that follow"):
+                bench.write_pages(64, 512)
         with bench.step("policy change"):
             asyncio.run(bench.change_policy(KeyspacePolicy(quota_bytes=1 << 50)))
         if "reconcile" not in skipped:
             with bench.step("reconcile"):
                 bench.wait_reconciled()
-        with bench.step("replication sweep, for 30 s"):
-            asyncio.run(bench.change_policy(KeyspacePolicy(replication_factor=2)))
-            time.sleep(25.0)
-        with bench.step("drain begin"):
-            asyncio.run(bench.begin_drain())
+        if "replication" not in skipped:
+            with bench.step("replication sweep, for 30 s"):
+                asyncio.run(bench.change_policy(KeyspacePolicy(replication_factor=2)))
+                time.sleep(25.0)
+        if "drain" not in skipped:
+            with bench.step("drain begin"):
+                asyncio.run(bench.begin_drain())
         if "quota" not in skipped:
             with bench.step("a quota of nine tenths"):
                 asyncio.run(bench.lower_quota())
@@ -524,7 +528,7 @@ def main() -> None:
     making.add_argument("--chunks", type=int, required=True)
     running = commands.add_parser("run")
     running.add_argument("directory", type=Path)
-    running.add_argument("--skip", nargs="*", default=[], choices=["reconcile", "quota", "clear"])
+    running.add_argument("--skip", nargs="*", default=[], choices=STEPS)
     running.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "make":
