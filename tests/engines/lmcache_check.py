@@ -94,18 +94,20 @@ class Calls:
         assert self.adapter.pop_completed_store_tasks() == {}
         return done[task]
 
-    def find(self, keys: list[ObjectKey], shape: torch.Size = SHAPE) -> list[bool]:
-        task = self.adapter.submit_lookup_and_lock_task(keys, {0: MemoryLayoutDesc([shape], [DTYPE])})
+    def find(self, keys: list[ObjectKey], *shapes: torch.Size) -> list[bool]:
+        """shapes: of the objects of each object group."""
+        layouts = {group: MemoryLayoutDesc([shape], [DTYPE]) for group, shape in enumerate(shapes or (SHAPE,))}
+        task = self.adapter.submit_lookup_and_lock_task(keys, layouts)
         query = self.adapter.query_lookup_and_lock_result
         bits = until(self.adapter.get_lookup_and_lock_event_fd(), lambda: query(task))
         assert query(task) is None, "a result is fetched once"
         self.adapter.submit_unlock(keys)
         return [bits.test(at) for at in range(len(keys))]
 
-    def find_all(self, keys: list[ObjectKey], shape: torch.Size = SHAPE) -> None:
+    def find_all(self, keys: list[ObjectKey], *shapes: torch.Size) -> None:
         """What was stored is announced soon."""
         ends_s = time.monotonic() + WAIT_S
-        while not all(self.find(keys, shape)):
+        while not all(self.find(keys, *shapes)):
             assert time.monotonic() < ends_s, "what was stored is not found"
 
     def load(self, keys: list[ObjectKey], objects: list[Any]) -> list[bool]:
@@ -164,6 +166,22 @@ def check_objects(calls: Calls, listener: Listener) -> None:
     assert torch.equal(place.raw_data, odd.raw_data)
 
 
+def check_object_groups(calls: Calls) -> None:
+    """With --separate-object-groups a chunk is an object of each group, with a layout of its own."""
+    for shapes in ((SHAPE, ODD_SHAPE), (SHAPE, SHAPE)):  # equal layouts must not make them one
+        first = 80 if shapes[1] == ODD_SHAPE else 90
+        keys = [key(first + chunk, object_group_id=group) for chunk in range(3) for group in range(2)]
+        sizes = [shapes[one.object_group_id] for one in keys]
+        objects = [memory_object(shape, first + at) for at, shape in enumerate(sizes)]
+        assert calls.store(keys[:-1], objects[:-1]).is_successful()
+        calls.find_all(keys[:-1], *shapes)
+        assert calls.find(keys, *shapes) == [True] * 5 + [False], "the last chunk has no object of group 1"
+        places = [memory_object(shape, None) for shape in sizes]
+        assert calls.load(keys, places) == [True] * 5 + [False]
+        for one, place in zip(objects[:-1], places, strict=False):
+            assert torch.equal(one.raw_data, place.raw_data)
+
+
 def check_refusals(calls: Calls, listener: Listener) -> None:
     """A listener that fails costs no result; deleting and listing are not served, and harm nothing."""
     listener.fails = True
@@ -203,6 +221,7 @@ def main() -> None:
     listener = Listener()
     calls = opened(given["settings"], listener)
     check_objects(calls, listener)
+    check_object_groups(calls)
     check_refusals(calls, listener)
     check_another_process(given["settings"])
     check_pagestore_killed(calls, given["pagestore_pid"])
