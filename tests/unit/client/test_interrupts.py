@@ -13,6 +13,9 @@ import pytest
 
 from kvpool.client import sync
 from kvpool.client.pool import AsyncPool
+from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_pool import AsyncStorePages
+from kvpool.client.store_sync import StorePages
 from kvpool.client.sync import BackgroundLoop, Pool
 from kvpool.v1 import gpuagent_pb2
 from tests.fixtures.patience import PATIENCE_S
@@ -194,3 +197,35 @@ def test_a_result_that_an_interrupt_loses_is_undone() -> None:
         assert undone == [7]
     finally:
         loop.stop()
+
+
+def test_an_interrupted_store_call_is_raised_when_no_copy_runs_and_a_second_interrupt_says_otherwise() -> None:
+    pages = StorePages(StoreConfig(index_endpoints=("127.0.0.1:1",), pagestore="127.0.0.1:1"), "t")
+    copied = asyncio.Event()
+    ended: list[str] = []
+
+    async def call(_: AsyncStorePages, presses: int) -> list[bool]:
+        press_ctrl_c()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if presses > 1:
+                press_ctrl_c()
+                await copied.wait()
+            ended.append("copy")
+            raise
+        return [True]
+
+    async def end_copy() -> None:
+        copied.set()
+
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            pages.run(lambda pool: call(pool, 1), 1)
+        assert ended == ["copy"] and not hasattr(raised.value, "__notes__")
+        with pytest.raises(KeyboardInterrupt) as raised:
+            pages.run(lambda pool: call(pool, 2), 1)
+        assert ended == ["copy"] and any("still be in use" in note for note in raised.value.__notes__)
+        pages.start(lambda _: end_copy()).result(PATIENCE_S)
+    finally:
+        pages.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from typing import TypeVar
 
@@ -79,16 +79,13 @@ class StorePages:
         self._loop.end(self._pool.close)
 
     def run(self, work: Callable[[AsyncStorePages], Awaitable[list[bool]]], count: int) -> list[bool]:
-        """Await work on the pool's loop; `count` times False once it was closed. raises: what the work raises."""
+        """Await work on the pool's loop; `count` times False once it was closed. raises: what the work raises.
+
+        Ctrl-C ends the work early and is raised when no copy touches the caller's memory any more; with a note if that
+        takes long or a second one comes.
+        """
         try:
-            call = self._loop.start(lambda: work(self._pool))
-        except ServiceUnavailable as error:  # closed, or forked
-            _log.debug("kvpool: not asked: %s", error)
-            return [False] * count
-        try:
-            return call.result()
-        except (CancelledError, ServiceUnavailable) as error:  # closed meanwhile
+            return self._loop.run(lambda: work(self._pool))
+        except (CancelledError, ServiceUnavailable) as error:  # closed, before or meanwhile, or forked
             _log.debug("kvpool: computing instead: %s", error)
             return [False] * count
-        finally:
-            wait([call])  # an interrupt of this thread ends no copy, and the caller's memory is being copied
