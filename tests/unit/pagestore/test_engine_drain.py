@@ -172,6 +172,23 @@ async def test_a_drain_that_is_leaving_the_index_cannot_be_cancelled(monkeypatch
         assert drain.progress.done and not member.alive
 
 
+async def test_a_drain_that_is_reported_as_done_does_not_go_on_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster_of(2) as cluster:
+        drain, saved = cluster.members[0].run.engine.drain, list[bool]()
+        save = drain._saved_state.save  # what a process that was killed now would find
+
+        async def save_late(value: bytes) -> None:
+            await asyncio.sleep(0)
+            await save(value)
+            saved.append(not value)
+
+        monkeypatch.setattr(drain._saved_state, "save", save_late)
+        async for progress in drain.watch():
+            if progress.done:
+                assert saved[-1]
+        assert saved == [False, True]
+
+
 async def test_two_callers_share_one_drain() -> None:
     async with cluster_of(2) as cluster:
         await fill(cluster)

@@ -196,9 +196,11 @@ class Drain:
     async def _leave(self) -> None:
         """Leave the index. Goes on when the drain is no longer watched."""
         await self._planner.placement.leave()
-        self.progress = replace(self.progress, done=True)
-        self._notify()
-        await self._saved_state.save(b"")  # a restart takes the node back into service
+        try:
+            await self._saved_state.save(b"")  # a restart takes the node back into service
+        finally:
+            self.progress = replace(self.progress, done=True)
+            self._notify()
 
     async def _writers(self) -> None:
         """Wait for pages that are being written, for a while: a writer may have died over its slots."""
