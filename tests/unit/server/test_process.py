@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +29,26 @@ def test_a_service_may_open_as_many_files_as_the_system_allows() -> None:
         capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert done.stdout.strip() == "(512, 512)"
+
+
+TABLE_SCRIPT = """
+import gc
+from kvpool_server.process import tune_process
+tune_process()
+collected = [generation["collections"] for generation in gc.get_stats()]
+for _ in range(20):
+    table = [[number] for number in range(20_000)]
+print([generation["collections"] - before for generation, before in zip(gc.get_stats(), collected)])
+"""
+
+
+def test_a_table_that_is_replaced_again_and_again_has_the_whole_heap_walked_not_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TABLE_SCRIPT],
+        capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    youngest, middle, oldest = json.loads(done.stdout)
+    assert youngest <= 20 and middle <= 1 and oldest == 0
 
 
 def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
