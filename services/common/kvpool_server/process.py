@@ -20,8 +20,8 @@ _MMAP_AT_START_BYTES: Final = 256 << 10
 _TRIM_THRESHOLD_BYTES: Final = 128 << 20
 # CPython's default of 5 ms lets a bulk thread keep the ledger's loop waiting for longer than its whole latency budget.
 _SWITCH_INTERVAL_S: Final = 0.0005
-# The youngest generation is walked after so many new objects, each older one after so many walks of the one before it.
-# CPython's defaults of 700, 10 and 10 took a third of the time of an index with 9,000 streams: what it reads each second
+# The youngest generation is walked after so many new objects, an older one after so many walks of the one before it.
+# With CPython's 700, 10 and 10 an index with 9,000 streams spent a third of its time on this: what it reads each second
 # made it walk over all that the streams hold, again and again.
 _COLLECTION_THRESHOLDS: Final = (20_000, 20, 10)
 

@@ -42,7 +42,7 @@ print([generation["collections"] - before for generation, before in zip(gc.get_s
 """
 
 
-def test_a_table_that_is_replaced_again_and_again_has_the_whole_heap_walked_not_once() -> None:
+def test_replacing_a_large_table_does_not_walk_over_the_whole_heap() -> None:
     done = subprocess.run(
         [sys.executable, "-c", TABLE_SCRIPT],
         capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)},
