@@ -64,6 +64,7 @@ class Drain:
         self._saved_state = saved_state
         self._going_on: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._watchers = 0
         self._turning = asyncio.Lock()  # held while the node is taken out of service, or back
         self._changed = asyncio.Event()
@@ -111,6 +112,8 @@ class Drain:
                 self._task = background(self._run(), "drain")
             if begins:
                 await self._saved_state.save(_SAVED_DRAINING)
+            if self._leaving is not None:
+                await asyncio.wait([self._leaving])
             while True:
                 changed, progress = self._changed, self.progress
                 yield progress
@@ -181,7 +184,8 @@ class Drain:
                     f"after {_PASSES_MAX} passes pages still have no other copy: what is moved is evicted"
                 )
             self.state = DrainState.DRAINED  # there is no way back: a node that is leaving is not registered again
-            await asyncio.shield(background(self._leave(), "leave-the-index"))
+            self._leaving = background(self._leave(), "leave-the-index")
+            await asyncio.shield(self._leaving)
         except KvPoolError as error:
             _log.error("the drain stopped and can be called again: %s", error)
             self._failure = error
