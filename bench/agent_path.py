@@ -1,15 +1,17 @@
 """What do loads and stores cost between an engine and its agent and pagestore, where copying costs nothing?
 
-A real index, pagestore and agent, each a process; pages of 4 KiB that have the count, and windows the number, of the 8B
-Llama shape's pages of 4 MiB; the agent moves them by its GPU code on a runtime that copies nothing. So what is measured
+A real index, pagestore and agent, each a process; pages of 8 KiB that have the count, and windows the number, of the 8B
+Llama shape's pages of 8 MiB; the agent moves them by its GPU code on a runtime that copies nothing. So what is measured
 is messages, ledgers and hand-overs alone.
 
-store, load, both: transfers of 4 chunks (16 pages), four in flight each way. Their rate, median time, and the
+store, load, both: transfers of 4 chunks (8 pages), four in flight each way. Their rate, median time, and the
     processor time of each in client, agent and pagestore: a GPU's link takes 1.2 ms for each.
 bursts: 4 prompts of 64 chunks ordered at once, until all of them are stored.
 one: a single chunk, until the caller knows of its end.
+nothing: matches of new prompts of 32 chunks, of which nothing is stored, one at a time. --redis: the index keeps its
+    locations in a Redis server, as it does in a cluster, instead of its own memory.
 
-Run: python -m bench.agent_path [--seconds 2] [--only CASE] [--json FILE]
+Run: python -m bench.agent_path [--seconds 2] [--only CASE] [--redis] [--json FILE]
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.match_rig import running_redis
 from bench.process_usage import cpu_s
 from bench.waiting import ready_document
 from kvpool.client.config import ClientConfig
@@ -45,11 +48,12 @@ from tests.fixtures.layout_presets import vllm_blhnc_layout
 
 SCALE = 1024  # pages of the 8B shape are so many times larger
 grid.USUAL_PAGE_BYTES //= SCALE
+grid.UNDIVIDED_PAGE_BYTES //= SCALE
 SPEC = KeyspaceSpec(
     model_id="agent-path", model_revision="1", groups=(KvGroup(4, 1, 64),), dtype=Dtype.BF16, chunk_tokens=16
 )
 BLOCK_TOKENS, BLOCKS_PER_CHUNK = 2, 8
-IN_FLIGHT, CHUNKS, PROMPT_CHUNKS, STORED = 4, 4, 64, 16
+IN_FLIGHT, CHUNKS, PROMPT_CHUNKS, STORED, UNKNOWN_CHUNKS = 4, 4, 64, 16, 32
 TIMEOUT_S = 30.0
 
 
@@ -106,16 +110,20 @@ def _device() -> type:
 class Rig:
     """The processes."""
 
-    def __init__(self, directory: Path, stack: ExitStack, disk_bytes: int) -> None:
+    def __init__(self, directory: Path, stack: ExitStack, arena_bytes: int, disk_bytes: int, redis: bool) -> None:
         self._directory, self._stack = directory, stack
         self.pids: dict[str, int] = {}
+        self._redis_url = ""
+        if redis:
+            server = stack.enter_context(running_redis(directory))
+            self._redis_url, self.pids["redis"] = server.endpoint, server.process.pid
         shm = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-", dir="/dev/shm")))
         self.index = self._start("kvpool_index", "--listen", "127.0.0.1:0")["endpoint"]
         self._start(
             "kvpool_pagestore",
             *("--data-dir", str(directory / "pagestore"), "--index-endpoints", self.index, "--host-id", "bench"),
             *("--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--session-dir", str(shm)),
-            *("--socket", str(shm / "store"), "--arena-bytes", str(128 << 20), "--segment-bytes", str(8 << 20)),
+            *("--socket", str(shm / "store"), "--arena-bytes", str(arena_bytes), "--segment-bytes", str(8 << 20)),
             *("--disk-bytes", str(disk_bytes), "--write-back-bytes-per-s", str((1 << 30) // SCALE)),
         )
         self.agent = "unix:" + str(shm / "agent")
@@ -131,21 +139,20 @@ class Rig:
         program = f"import {module}; from bench.agent_path import serve; raise SystemExit(serve({module!r}))"
         command = [sys.executable, "-c", program, "--ready-file", str(ready), *flags]
         log = self._stack.enter_context((self._directory / f"{module}.log").open("wb"))
-        process = subprocess.Popen([*command, "--log-level", "warning"], stderr=log, env=_environment(module))
+        process = subprocess.Popen([*command, "--log-level", "warning"], stderr=log, env=self._environment(module))
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         self.pids[module.removeprefix("kvpool_")] = process.pid
         return ready_document(process, ready)
 
+    def _environment(self, module: str) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
+        return kept | ({"KVPOOL_INDEX_REDIS_URL": self._redis_url} if module == "kvpool_index" else {})
+
     def cpu_s(self) -> dict[str, float]:
         """Processor time of each process so far."""
         found = {name: cpu_s(pid) for name, pid in self.pids.items()}
         return {"client": sum(os.times()[:2]), **found}
-
-
-def _environment(module: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
-    return kept | ({"KVPOOL_INDEX_REDIS_URL": ""} if module == "kvpool_index" else {})
 
 
 class Client:
@@ -257,31 +264,52 @@ def one(client: Client, rounds: int) -> dict[str, float]:
     }
 
 
+def nothing(rig: Rig, client: Client, rounds: int) -> dict[str, float]:
+    """Matches that find nothing: median and 99th percentile, and the processor time of each."""
+    took_ms = []
+    chains = [client.chain(UNKNOWN_CHUNKS) for _ in range(rounds)]
+    before = rig.cpu_s()
+    for chain in chains:
+        began_s = time.perf_counter()
+        found = client.pool.match(chain)
+        took_ms.append((time.perf_counter() - began_s) * 1e3)
+        if found.matched_chunks or found.error is not None:
+            raise RuntimeError(f"a prompt that none has stored: {found}")
+    after = rig.cpu_s()
+    used = {f"{name} ms": round((after[name] - before[name]) / rounds * 1e3, 3) for name in after}
+    p50, p99 = np.percentile(took_ms, (50, 99))
+    return {"p50 ms": round(float(p50), 3), "p99 ms": round(float(p99), 3), **used}
+
+
 @contextmanager
-def running(disk_bytes: int) -> Iterator[Rig]:
+def running(arena_bytes: int, disk_bytes: int, redis: bool) -> Iterator[Rig]:
     """The processes, until the block ends."""
     directory = Path(tempfile.mkdtemp(prefix="kvpool-bench-"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        yield Rig(directory, stack, disk_bytes)
+        yield Rig(directory, stack, arena_bytes, disk_bytes, redis)
 
 
 def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each case")
+    parser.add_argument(
+        "--arena-bytes", type=int, default=16 << 20, help="full after 1,000 stores, as an arena mostly is"
+    )
     parser.add_argument("--disk-bytes", type=int, default=0)
+    parser.add_argument("--redis", action="store_true", help="the index keeps its locations in a Redis server")
     parser.add_argument("--only", default="", help="one case")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with running(arguments.disk_bytes) as rig:
+    with running(arguments.arena_bytes, arguments.disk_bytes, arguments.redis) as rig:
         client = Client(rig.agent)
         ways: dict[str, Sequence[Callable[[int, int], None]]] = {
             "store": [client.store_new],
             "load": [client.load_next],
             "both": [client.store_new, client.load_next],
         }
-        for works in ways.values():
+        for works in ways.values() if arguments.only != "nothing" else ():
             transfers(rig, works, 0.3)
         results: dict[str, dict[str, float]] = {}
         for name, works in ways.items():
@@ -294,6 +322,10 @@ def main() -> int:
         if arguments.only in ("", "one"):
             results["one"] = one(client, 200)
             print("one", json.dumps(results["one"]), flush=True)
+        if arguments.only in ("", "nothing"):
+            time.sleep(1.0)  # until the agent has heard that all is known that was stored
+            results["nothing"] = nothing(rig, client, int(500 * arguments.seconds))
+            print("nothing", json.dumps(results["nothing"]), flush=True)
         client.pool.close()
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))

@@ -94,7 +94,7 @@ def replay(requests: Requests, policy: Cache, capacity: int, *, tail_first: bool
     """Hits of a cache of `capacity` blocks.
 
     A request hits its leading blocks that are inside. Then all its blocks are used, and those missing inserted.
-    tail_first: use them from the last to the first, so that a policy that goes by recency gives up tails before heads;
+    tail_first: use them from the last to the first, so that a policy based on recency evicts tails before heads;
     it is for policies that do not know of chains.
     """
     hits = 0

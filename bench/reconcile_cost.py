@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from kvpool.core.location_digest import RANGE_COUNT, ChunkPlaces, HeldChunk
@@ -37,8 +37,8 @@ class MadeNode:
         for chunk_hash, head in self.heads.items():
             yield ChunkPlaces(self.keyspace, chunk_hash, head)
 
-    def locate(self, keyspace: bytes, chunk_hash: bytes) -> Sequence[HeldChunk]:
-        return (HeldChunk(self.heads[chunk_hash], (0, 0, GRID), GRID),)
+    def locate(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> Iterator[tuple[bytes, HeldChunk]]:
+        return ((one, HeldChunk(self.heads[one], (0, 0, GRID), GRID)) for one in chunk_hashes)
 
     def keyspace_encodings(self) -> Sequence[bytes]:
         return ()

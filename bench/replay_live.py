@@ -118,7 +118,9 @@ class LiveEngine:
             layout=layout,
             regions=(self._region,),
         )
-        self._pool = Pool(plan, ClientConfig(store_timeout_s=_TIMEOUT_S, load_timeout_s=_TIMEOUT_S))
+        self._pool = Pool(
+            plan, ClientConfig(connect_timeout_s=_TIMEOUT_S, store_timeout_s=_TIMEOUT_S, load_timeout_s=_TIMEOUT_S)
+        )
 
     def close(self) -> None:
         """End the session."""

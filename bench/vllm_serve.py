@@ -26,7 +26,8 @@ from typing import Any
 
 from bench.waiting import until
 from tests.e2e.cli_cluster import Cluster
-from tests.vllm.engine import REPOSITORY, VLLM_PYTHON_VARIABLE, agent_of, make_model
+from tests.vllm.engine import REPOSITORY, VLLM_PYTHON_VARIABLE, agent_of
+from tests.vllm.models import make_model
 
 START_S = 180.0
 # Conversations of two turns about ten texts, some asked about more often than others; two users.

@@ -22,8 +22,9 @@ from typing import Any
 
 from bench.waiting import until
 from tests.e2e.cli_cluster import Cluster
-from tests.vllm.engine import Engine, Engines, agent_of, make_model, prompt
+from tests.vllm.engine import Engine, Engines, agent_of, prompt
 from tests.vllm.faults import load_is_running, pid_of
+from tests.vllm.models import make_model
 
 PREFIX_TOKENS = 1500
 TAIL_TOKENS = 40

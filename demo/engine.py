@@ -31,6 +31,7 @@ from kvpool.core.errors import InvalidRequest, KvPoolError
 CHUNK_TOKENS = 64  # fine enough that little of a 2,000-token prompt is left to compute
 WARM_UP_TOKENS = 192
 AWAIT_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 60.0
 MATCH_TIMEOUT_S = 10.0  # one machine runs everything, and models on its CPU
 AWAIT_POLL_S = 0.05
 EXIT_REFUSED = 2
@@ -139,11 +140,12 @@ def connected(model: DemoModel, arguments: argparse.Namespace) -> AbstractContex
         cache_bytes=arguments.cache_bytes,
         engine_name=arguments.name,
         match_timeout_s=MATCH_TIMEOUT_S,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
     )
 
 
 def await_prefixes(generator: SharedPrefixGenerator, prompts: Sequence[tuple[Sequence[int], int]]) -> None:
-    """Wait until the cluster has so many tokens of each prompt: after a restart its index learns them anew."""
+    """Wait until the cluster has so many tokens of each prompt: after a restart its index learns them again."""
     deadline_s = time.monotonic() + AWAIT_TIMEOUT_S
     for prompt, token_count in prompts:
         while (found := _available(generator, prompt)) < token_count:

@@ -67,7 +67,7 @@ class CorpusTokenizer:
     def _special_token_id(self, token: str) -> int:
         token_id = self._tokenizer.token_to_id(token)
         if token_id is None:
-            raise ValueError(f"the tokenizer has no token {token}; train it anew with python -m demo.train_tokenizer")
+            raise ValueError(f"the tokenizer has no token {token}; train it again with python -m demo.train_tokenizer")
         return int(token_id)
 
 

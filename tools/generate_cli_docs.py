@@ -29,7 +29,7 @@ def commands_text() -> str:
 
 def _own_options(section: str) -> str:
     shared = "|".join(map(re.escape, (*COMMON_FLAGS, "-h, --help", "--help")))
-    lines = [line for line in section.splitlines() if not re.match(rf"\* `(?:{shared})\b", line)]
+    lines = [line for line in section.splitlines() if not re.match(rf"\* `(?:{shared})(?![\w-])", line)]
     text = "\n".join(lines).replace("**Options**:\n\n\n", "") + "\n"
     head, found, examples = text.partition("Examples:\n")
     return f"{head}```\n{examples.strip().replace(chr(10) * 2, chr(10))}\n```\n\n" if found else text

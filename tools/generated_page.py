@@ -10,7 +10,7 @@ def page_text(current: str, marker: str, generated: str) -> str:
     """The page with its current generated part. Raises SystemExit if it has no marker line."""
     own, found, _ = current.partition(marker)
     if not found:
-        raise SystemExit(f"the page has no marker line; put this where the generated part shall begin: {marker}")
+        raise SystemExit(f"the page has no marker line; put this where the generated part begins: {marker}")
     return f"{own}{marker}\n\n{generated.strip()}\n"
 
 

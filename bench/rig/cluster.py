@@ -19,12 +19,12 @@ BENCH_PREFIX = "kvpool-bench-"
 
 
 @contextmanager
-def bench_cluster(options: ClusterOptions) -> Iterator[tuple[ClusterState, Path]]:
+def bench_cluster(options: ClusterOptions, parent: Path | None = None) -> Iterator[tuple[ClusterState, Path]]:
     """Start a cluster in a temporary directory, in place of options.state_dir, and end it; its state and directory.
 
-    Raises StartupFailed.
+    parent: where that directory goes; by default among the system's temporary ones. Raises StartupFailed.
     """
-    with tempfile.TemporaryDirectory(prefix=BENCH_PREFIX) as directory:
+    with tempfile.TemporaryDirectory(prefix=BENCH_PREFIX, dir=parent) as directory:
         progress("starting a cluster")
         supervisor = Supervisor(replace(options, state_dir=Path(directory)), lambda: False, say)
         try:

@@ -62,6 +62,11 @@ LISTS = {
         Step("layouts", "layouts --kinds plain", 40),
         Step("beside", "beside --kinds plain", 130),
     ],
+    "two-gpus": [  # `kvpool cluster up --agents 2`, and `--agent auto:DIRECTORY`
+        Step("ranks", "ranks --count 2 --prefix-tokens 2048", 380),
+        Step("copies", "copies --kinds plain", 20),
+        Step("pull", "pull --lengths 2048,8192,16384 --count 4 --runs 3", 140),
+    ],
     "cpu": [
         Step("bytes", "bytes --kinds kvpool --rounds 2 --prefixes 24", 150),
         Step("zeroed", "zeroed --kinds kvpool --count 4", 100),
@@ -75,9 +80,9 @@ def main() -> int:
     if arguments.phase == "all":
         arguments.out.mkdir(parents=True, exist_ok=True)
         return _run_list(arguments)
-    from bench.vllm_gpu import faults, transfers
+    from bench.vllm_gpu import copies, faults, ranks, transfers
 
-    phases = {**PHASES, **transfers.PHASES, **faults.PHASES}
+    phases = {**PHASES, **transfers.PHASES, **faults.PHASES, **ranks.PHASES, **copies.PHASES}
     code = 0
     try:
         phases[arguments.phase](_plan(arguments), Recorder())
@@ -94,7 +99,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.vllm_gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "phase",
-        help="all, or one of: ttft load press decode bytes zeroed timeline store-rate beside layouts kills",
+        help="all, or one of: ttft load press decode bytes zeroed timeline store-rate beside layouts kills ranks "
+        "pull copies",
     )
     parser.add_argument("--list", choices=LISTS, default="quick", help="of phases, for `all`")
     parser.add_argument("--only", default="", help="of the list: names with commas between")

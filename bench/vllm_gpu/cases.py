@@ -22,6 +22,8 @@ def cases(samples: Samples, token_bytes: int) -> dict[str, Case]:
     _bytes(samples, found)
     _transfers(samples, found)
     _kills(samples, found)
+    _ranks(samples, found)
+    _pull(samples, found)
     return found
 
 
@@ -148,6 +150,33 @@ def _kills(samples: Samples, found: dict[str, Case]) -> None:
             "in_a_transfer": sum(samples.values("killed in a transfer", victim)),
             "loaded_chunks": sum(samples.values("chunks loaded beside kills", victim)),
         }
+
+
+def _ranks(samples: Samples, found: dict[str, Case]) -> None:
+    for reader in samples.kinds("ranks equal"):
+        equal, unequal, unknown = (
+            sum(samples.values(f"ranks {what}", reader)) for what in ("equal", "unequal", "unknown")
+        )
+        name = f"right bytes of ranks {reader}"
+        _case(found, name, equal, equal + unequal, "blocks of a head and layer", least=1.0)
+        found[name]["not_compared"] = unknown
+        shares = samples.values("ranks loaded share", reader)
+        _case(found, f"loaded by ranks {reader}", min(shares, default=None), 1.0, "share")
+
+
+def _pull(samples: Samples, found: dict[str, Case]) -> None:
+    for tokens in samples.keys("pull ttft"):
+        pulled, computed = (samples.median(name, "reader", key=tokens) for name in ("pull ttft", "pull computed"))
+        _case(found, f"pull {tokens}", pulled, computed, "ms", limit=0.1 if tokens >= 16384 else None)
+        _case(found, f"pull {tokens} share", samples.median("pull share", "reader", key=tokens), 1.0, "share")
+    beside, alone = (samples.median(name, "kvpool") for name in ("pull decode", "pull decode alone"))
+    _case(found, "decode of a source", beside, alone, "tokens/s", least=0.97)
+    for layout in samples.kinds("peer pull"):
+        for in_flight, least in ((4, 0.93), (1, 0.85)):
+            value, memcpy = (
+                samples.median(name, layout, key=in_flight) for name in ("peer pull", "memcpy between GPUs")
+            )
+            _case(found, f"{layout}, peer pull, 512 MiB x {in_flight}", value, memcpy, "GB/s", least=least)
 
 
 def _least(samples: Samples, name: str, key: int) -> float | None:

@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 BLOCK_TOKENS = 16
 WORKER = "bench.vllm_gpu.worker.BenchWorker"
 KINDS = ("plain", "control", "offload", "simple", "reader", "kvpool")  # in the order in which they are started
+TIERED_KINDS = ("tiering", "fs", "tier", "writer")  # vLLM's tiering offload; see EngineOptions.tiers
 _SHARED = ("kvpool", "reader")  # kinds with kvpool's connector
 _CONTROL_BLOCKS = 14_000
 
@@ -56,6 +59,10 @@ class EngineOptions:
     memory_share: float = 0.2  # that must be free at the start
     revision: str = "1"
     extra: dict[str, Any] = field(default_factory=dict)
+    gpus: str = ""  # that the engine sees, with commas between; empty: all
+    division: dict[str, Any] = field(default_factory=dict)  # of the model among them, as vLLM's LLM takes it
+    tiers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # secondary tiers of each of TIERED_KINDS
+    blocks_per_chunk: int = 1  # of their offload
 
     @property
     def token_bytes(self) -> int:
@@ -138,7 +145,12 @@ class Engine:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of bench.vllm_gpu.worker.BenchWorker, in the worker's process."""
-        return self._llm.collective_rpc(method, args=arguments)[0]
+        return self.call_all(method, *arguments)[0]
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """The same in the processes of all workers."""
+        answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
+        return answers
 
     def close(self) -> None:
         """End its processes."""
@@ -146,9 +158,9 @@ class Engine:
         del self._llm
         gc.collect()
 
-    def forget(self) -> None:
-        """Empty the GPU's prefix cache; the pool keeps what it has."""
-        self._llm.reset_prefix_cache()
+    def forget(self, *, cpu_region: bool = False) -> None:
+        """Empty the GPU's prefix cache, and the CPU region of vLLM's offload; the pool keeps what it has."""
+        self._llm.reset_prefix_cache(reset_connector=cpu_region)
 
     def counters(self) -> dict[str, float]:
         """vLLM's metrics of kvpool and of its external caches, by name. Only of the engine that was started last."""
@@ -191,8 +203,8 @@ def with_more(options: EngineOptions, **more: Any) -> EngineOptions:
 
 
 def _start(kind: str, options: EngineOptions) -> Any:
-    if kind not in KINDS:
-        raise ValueError(f"there is no kind {kind}; there are {', '.join(KINDS)}")
+    if kind not in (*KINDS, *TIERED_KINDS):
+        raise ValueError(f"there is no kind {kind}; there are {', '.join((*KINDS, *TIERED_KINDS))}")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # several engines in one process: a fork would copy threads
     os.environ["VLLM_USE_SIMPLE_KV_OFFLOAD"] = "1" if kind == "simple" else "0"
     from vllm import LLM
@@ -229,7 +241,35 @@ def _start(kind: str, options: EngineOptions) -> Any:
         }
     elif kind in ("offload", "simple"):
         arguments |= {"kv_offloading_size": options.offload_gib, "kv_offloading_backend": "native"}
-    return LLM(**arguments)
+    elif kind in TIERED_KINDS:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": int(options.offload_gib * (1 << 30)),
+                "blocks_per_chunk": options.blocks_per_chunk,
+                "secondary_tiers": options.tiers.get(kind, []),
+            },
+        }
+    with visible_gpus(options.gpus):
+        return LLM(**arguments, **options.division)
+
+
+@contextmanager
+def visible_gpus(gpus: str) -> Iterator[None]:
+    """Processes that are started in the block see these GPUs alone; empty: all."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    try:
+        yield
+    finally:
+        if gpus and before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        elif gpus and before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _model_directory(options: EngineOptions) -> str:

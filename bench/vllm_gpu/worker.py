@@ -7,6 +7,7 @@ costs a step anything, before its method was called.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,7 @@ class BenchWorker:
     def bench_watch(self, known: str) -> None:
         """From now on sum every block that was computed, and compare those that a request did not compute."""
         block_tokens = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
-        watch = BlockWatch(self.model_runner, block_tokens, Path(known))  # type: ignore[attr-defined]
-        run: Callable[[Any], Any] = self.execute_model  # type: ignore[has-type]
-
-        def watched(scheduler_output: Any) -> Any:
-            watch.before_step(scheduler_output)
-            return run(scheduler_output)
-
-        self.execute_model = watched
-        self._bench_block_watch = watch
+        self._bench_watch_with(BlockWatch(self.model_runner, block_tokens, Path(known)))  # type: ignore[attr-defined]
 
     def bench_watched(self, save_to: str) -> dict[str, int]:
         """What the watch counted; the sums go to a file, for another engine."""
@@ -69,6 +62,41 @@ class BenchWorker:
         if save_to:
             watch.save(Path(save_to))
         return dict(watch.counts)
+
+    def bench_watch_heads(self, known: str) -> None:
+        """As bench_watch, but for each layer and head of the model, so that ranks of other degrees can be compared.
+
+        known: directory of what others have saved; empty: nothing is known.
+        """
+        start, _ = self.model_config.get_layers_start_end_indices(self.parallel_config)  # type: ignore[attr-defined]
+        heads = self.model_config.get_num_kv_heads(self.parallel_config)  # type: ignore[attr-defined]
+        tp_rank = self.rank % self.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]
+        self._bench_watch_with(
+            HeadWatch(
+                self.model_runner,  # type: ignore[attr-defined]
+                self.vllm_config.cache_config.block_size,  # type: ignore[attr-defined]
+                Path(known) if known else None,
+                first_layer=start,
+                first_head=heads * tp_rank,
+            )
+        )
+
+    def bench_heads_watched(self, directory: str) -> dict[str, int]:
+        """As bench_watched; the sums go to a file of their own in the directory, if one is named."""
+        watch: BlockWatch = self._bench_block_watch
+        if directory:
+            watch.save(Path(directory) / f"{os.getpid()}-{time.monotonic_ns()}.json")
+        return dict(watch.counts)
+
+    def _bench_watch_with(self, watch: BlockWatch) -> None:
+        run: Callable[[Any], Any] = self.execute_model  # type: ignore[has-type]
+
+        def watched(scheduler_output: Any) -> Any:
+            watch.handle_preemptions(scheduler_output)
+            return run(scheduler_output)
+
+        self.execute_model = watched
+        self._bench_block_watch = watch
 
     def bench_zero(self, on: bool) -> None:
         """Whether blocks that a request did not compute are zeroed before it goes on."""
@@ -92,6 +120,24 @@ class BenchWorker:
         group = get_kv_transfer_group()
         self._bench_calls = CallTrace(type(group), type(getattr(group, "_worker", None)))
 
+    def bench_tier(self) -> dict[str, Any]:
+        """Counters of kvpool's tier in this process, and `storing`, the chunks that it stores now."""
+        from kvpool.connectors.vllm.tier import KvPoolTier
+
+        tier: Any = getattr(self, "_bench_pool_tier", None)
+        if tier is None:
+            gc.unfreeze()  # vLLM hides from the collector what its start has made
+            (tier,) = (one for one in gc.get_objects() if isinstance(one, KvPoolTier))
+            gc.freeze()
+            self._bench_pool_tier = tier
+        return {
+            **asdict(tier._pages.counts),
+            "known_store_chunks": tier._jobs.known_chunks,
+            "refused_store_chunks": tier._jobs.refused_chunks,
+            "late_lookups": tier._lookups.late_count,
+            "storing": tier._jobs.storing_bytes // tier._chunk_bytes,
+        }
+
     def bench_kill(self, pid: int, what: str, skip: int, delay_s: float) -> None:
         """Kill a process so long after the next order of a load or store, or one that comes after `skip` others.
 
@@ -112,11 +158,15 @@ class BlockWatch:
     computed the blocks, in front of what reads them.
     """
 
-    def __init__(self, runner: Any, block_tokens: int, known: Path) -> None:
+    def __init__(self, runner: Any, block_tokens: int, known: Path | None) -> None:
+        """known: a file that a watch has saved, or a directory of some."""
         self._runner, self._block_tokens = runner, block_tokens
         self._sums: dict[str, set[int]] = {}
-        if known.is_file():
-            self._sums = {name: set(sums) for name, sums in json.loads(known.read_text()).items()}
+        saved = sorted(known.glob("*.json")) if known is not None and known.is_dir() else [known]
+        for path in saved:
+            if path is not None and path.is_file():
+                for name, sums in json.loads(path.read_text()).items():
+                    self._sums.setdefault(name, set()).update(sums)
         self._requests: dict[str, _Request] = {}
         self._weights: torch.Tensor | None = None
         self.counts = {"computed": 0, "equal": 0, "unequal": 0, "unknown": 0, "zeroed": 0}
@@ -126,7 +176,7 @@ class BlockWatch:
         """For another engine's watch."""
         path.write_text(json.dumps({name: sorted(sums) for name, sums in self._sums.items()}))
 
-    def before_step(self, output: Any) -> None:
+    def handle_preemptions(self, output: Any) -> None:
         """Take in what the last steps computed, and what this one's new requests did not have to."""
         for request_id in output.finished_req_ids:
             self._requests.pop(request_id, None)
@@ -197,6 +247,34 @@ class BlockWatch:
             total = total * 0x5851F42D4C957F2D + (words * self._weights).sum(1)
         sums: list[int] = total.tolist()
         return sums
+
+
+class HeadWatch(BlockWatch):
+    """The same for each layer and head: the sums of a block go by their numbers in the model, whatever rank has them.
+
+    Caches are [blocks, heads, tokens of a block, K and V].
+    """
+
+    def __init__(
+        self, runner: Any, block_tokens: int, known: Path | None, *, first_layer: int, first_head: int
+    ) -> None:
+        super().__init__(runner, block_tokens, known)
+        self._first_layer, self._first_head = first_layer, first_head
+
+    def _sums_of(self, request: _Request, end: int) -> tuple[list[str], list[int]]:
+        blocks = request.names(end)[request.seen_blocks :]
+        names: list[str] = []
+        sums: list[int] = []
+        for layer, cache in enumerate(self._caches, self._first_layer):
+            ids = torch.tensor(request.block_ids[request.seen_blocks : end], device=cache.device)
+            words = cache.index_select(0, ids).contiguous()
+            words = words.view(len(blocks), cache.shape[1], -1).view(torch.int64)
+            if self._weights is None:
+                weights = torch.randint(1 << 62, (words.shape[2],), generator=torch.Generator().manual_seed(7))
+                self._weights = (weights * 2 + 1).to(cache.device)
+            sums += (words * self._weights).sum(2).reshape(-1).tolist()
+            names += [f"{name} {layer} {self._first_head + head}" for name in blocks for head in range(cache.shape[1])]
+        return names, sums
 
 
 class _Request:
@@ -289,21 +367,21 @@ class CallTrace:
                 self._calls.append((now_s, "received", end.request_id, 0.0))
                 self._calls.append((now_s, "load ended", end.request_id, end.duration_s * 1e3))
         elif name == "build_connector_worker_meta":
-            for end in getattr(answer, "ends", ()):
+            for end in getattr(answer, "reports", ()):
                 stored = hasattr(end, "stored_chunks")
                 what = str(getattr(end, "number", "") if stored else end.request_id)
                 self._calls.append((now_s, "store ended" if stored else "load ended", what, end.duration_s * 1e3))
         else:
-            orders = getattr(getattr(instance, "_connector_metadata", None), "orders", None)
-            if orders is None:
+            jobs = getattr(getattr(instance, "_connector_metadata", None), "jobs", None)
+            if jobs is None:
                 return
             if name == "start_load_kv":
-                for load in orders.loads:
+                for load in jobs.loads:
                     self._calls.append((began_s, "load asked", load.request_id, 0.0))
                     self._calls.append((now_s, "load ordered", load.request_id, 0.0))
                     self._ordered("load")
-            elif name == "wait_for_save" and orders.stores:
-                for store in orders.stores:
+            elif name == "wait_for_save" and jobs.stores:
+                for store in jobs.stores:
                     self._calls.append((now_s, "store ordered", str(store.number), store.end_chunk - store.first_chunk))
                     if torch.cuda.is_available():
                         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -334,8 +412,8 @@ class CallTrace:
 
 
 def store_burst(side: Any, requests: int, tokens: int, block_tokens: int, block_count: int) -> dict[str, float]:
-    """side: of kvpool's connector, a WorkerSide that has nothing else to report. raises: ValueError, TimeoutError."""
-    from kvpool.connectors.vllm.orders import StepOrders, StoreOrder, packed_blocks
+    """side: a ConnectorWorker that has nothing else to report. raises: ValueError, TimeoutError."""
+    from kvpool.connectors.vllm.step_jobs import StepJobs, StoreJob, block_id_array
     from kvpool.core.chunks import HASH_BYTES
 
     chunk_tokens = side._settings.chunk_tokens
@@ -345,12 +423,12 @@ def store_burst(side: Any, requests: int, tokens: int, block_tokens: int, block_
         raise ValueError(f"{requests} x {tokens} tokens are more than the {block_count} blocks of the cache hold")
     blocks = (torch.randperm(block_count - 1)[: requests * blocks_each] + 1).view(requests, blocks_each).tolist()
     orders = [
-        StoreOrder(
+        StoreJob(
             number=-1 - number,  # the scheduler has none of them
             request_id=f"bench-{number}",
             hashes=os.urandom(chunks * HASH_BYTES),
             token_count=tokens,
-            block_ids=packed_blocks(blocks[number]),
+            block_ids=block_id_array(blocks[number]),
             first_chunk=0,
             end_chunk=chunks,
         )
@@ -358,10 +436,10 @@ def store_burst(side: Any, requests: int, tokens: int, block_tokens: int, block_
     ]
     ends: list[Any] = []
     began_s = time.perf_counter()
-    side.start_stores(StepOrders(step=0, stores=orders))
+    side.start_stores(StepJobs(step=0, stores=orders))
     while len(ends) < requests:
         time.sleep(_POLL_S)
-        ends += side.take_ends()
+        ends += side.take_reports()
         if time.perf_counter() - began_s > _STORE_TIMEOUT_S:
             raise TimeoutError(f"{len(ends)} of {requests} stores have ended after {_STORE_TIMEOUT_S:g} s")
     return {

@@ -115,7 +115,6 @@ def page_header_vectors() -> list[dict[str, Any]]:
                 "codec": codec,
                 "payload_bytes": payload_len,
                 "page_key": key.pack().hex(),
-                "sum_table": bytes(slot[page.HEADER_BYTES + payload_len :]).hex(),
                 "header": bytes(slot[: page.HEADER_BYTES]).hex(),
             }
         )

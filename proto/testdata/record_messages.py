@@ -9,10 +9,13 @@ a record of its own.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
@@ -70,6 +73,7 @@ def messages() -> Iterator[tuple[str, Message]]:
     yield from _pagestore()
     yield from _transfer()
     yield from _agent()
+    yield from _every_field()
 
 
 def _index() -> Iterator[tuple[str, Message]]:
@@ -213,6 +217,44 @@ def _agent() -> Iterator[tuple[str, Message]]:
     yield "engine_match_answer", gpuagent_pb2.EngineResponse(request_id=2, match=found)
     done = gpuagent_pb2.EngineLoadDone(loaded_chunks=1, tokens=common_pb2.TierTokens(remote=16))
     yield "engine_load_answer", gpuagent_pb2.EngineResponse(request_id=4, load_done=done)
+
+
+def _every_field() -> Iterator[tuple[str, Message]]:
+    """Every message of the API with all of its fields set, those in it empty; once more for each other kind of it."""
+    for file in (common_pb2, gpuagent_pb2, index_pb2, pagestore_pb2):
+        for name, described in sorted(file.DESCRIPTOR.message_types_by_name.items()):
+            kinds = [one for oneof in described.oneofs for one in oneof.fields[1:]]
+            chosen = [one for one in described.fields if one not in kinds]
+            for fields in (chosen, *([one] for one in kinds)):
+                message = getattr(file, name)()
+                for field in fields:
+                    _set(message, field)
+                words = re.findall("[A-Z][a-z0-9]*", name)
+                suffix = f"_{fields[0].name}" if fields is not chosen else ""
+                yield f"every_field_of_{'_'.join(words).lower()}{suffix}", message
+
+
+def _set(message: Message, field: FieldDescriptor) -> None:
+    """Give a field a value that tells it from others."""
+    if field.message_type is not None:
+        inner = getattr(message, field.name)
+        inner.add() if field.is_repeated else inner.SetInParent()
+        return
+    values: dict[int, Any] = {
+        FieldDescriptor.CPPTYPE_STRING: f"field {field.number}",
+        FieldDescriptor.CPPTYPE_BOOL: True,
+        FieldDescriptor.CPPTYPE_FLOAT: field.number + 0.5,
+        FieldDescriptor.CPPTYPE_DOUBLE: field.number + 0.5,
+    }
+    value = values.get(field.cpp_type, 1000 + field.number)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        value = bytes([field.number] * 16)
+    elif field.enum_type is not None:
+        value = field.enum_type.values[-1].number
+    if field.is_repeated:
+        getattr(message, field.name).extend([value, value])
+    else:
+        setattr(message, field.name, value)
 
 
 def _metadata() -> common_pb2.PageMetadata:

@@ -122,7 +122,7 @@ class ComposedCluster:
         )
 
     async def nodes(self, index: int = 0, tls: TlsCredentials | None = None) -> list[LiveNode]:
-        """Live nodes, as an index tells whoever asks on the published port."""
+        """Live nodes, as an index answers on the published port."""
         endpoint = f"127.0.0.1:{self.ports[PORT_VARIABLES[index]]}"
         client = IndexClient(patient(index_endpoints=(endpoint,), tls=tls))
         try:

@@ -1,4 +1,4 @@
-"""The demo's engine, serving until it is told to end, in a container of its own: `python - AGENT` with this on stdin.
+"""The demo's engine, serving until it is asked to end, in a container of its own: `python - AGENT` with this on stdin.
 
 One line of JSON a request: whether its tokens are those that the model generates without kvpool, where the prompt came
 from, and what kvpool could not do. A request that ended with an exception is a line with "error". Every fourth prompt

@@ -12,7 +12,7 @@ from tests.compose.serving_engine import Request, ServingEngine
 pytestmark = pytest.mark.timeout(1800)  # images are built first
 
 
-def told(service: str, requests: list[Request]) -> str:
+def reported(service: str, requests: list[Request]) -> str:
     """One row of what the engines saw meanwhile."""
     known = [request for request in requests if not request.is_new]
     hits = sum(request.loaded_tokens > 0 for request in known)
@@ -29,7 +29,7 @@ def test_no_request_fails_while_every_service_is_replaced(cluster: ComposedClust
         for engine in engines:
             engine.await_serving()
             engine.await_hit(0)
-        print(f"\n{told('before', [request for engine in engines for request in engine.requests])}")
+        print(f"\n{reported('before', [request for engine in engines for request in engine.requests])}")
         for service in SERVICES:
             before = [len(engine.requests) for engine in engines]
             cluster.compose("stop", service)
@@ -42,7 +42,7 @@ def test_no_request_fails_while_every_service_is_replaced(cluster: ComposedClust
             meanwhile = [
                 request for engine, since in zip(engines, before, strict=True) for request in engine.requests[since:]
             ]
-            print(told(service, meanwhile))
+            print(reported(service, meanwhile))
         for engine in engines:
             engine.end()
     requests = [request for engine in engines for request in engine.requests]

@@ -48,7 +48,7 @@ def test_nodes_share_over_tls(tls_cluster: ComposedCluster, client_files: Path) 
     assert loaded(tls_cluster, 1)["remote"] == TOKENS
 
 
-async def test_an_index_serves_nobody_without_a_certificate(tls_cluster: ComposedCluster, client_files: Path) -> None:
+async def test_an_index_serves_none_without_a_certificate(tls_cluster: ComposedCluster, client_files: Path) -> None:
     mutual = TlsFiles(
         ca_file=client_files / "ca.crt", cert_file=client_files / "tls.crt", key_file=client_files / "tls.key"
     )
@@ -65,7 +65,7 @@ def test_commands_in_a_container_of_the_index_speak_tls(tls_cluster: ComposedClu
     assert all(f"pagestore-{node}" in said for node in (0, 1)), said
 
 
-def test_redis_answers_nobody_in_the_clear(tls_cluster: ComposedCluster, client_files: Path) -> None:
+def test_redis_does_not_answer_in_the_clear(tls_cluster: ComposedCluster, client_files: Path) -> None:
     tried = "redis-cli -h redis ping 2>&1; redis-cli -h redis --tls --cacert /etc/kvpool/tls/ca.crt ping 2>&1; true"
     said = tls_cluster.compose("exec", "-T", "redis", "sh", "-c", tried)
     assert said and "PONG" not in said

@@ -95,6 +95,7 @@ class CrashCluster:
             *("--data-dir", str(directory / "data"), "--index-endpoints", self.index_endpoint, "--tenant", TENANT),
             *("--socket", str(self.socket("agent")), "--host-id", "a"),
             *("--pagestore-socket", str(self.socket("a.store")), "--index-timeout-ms", SERVICES_MS),
+            *("--heartbeat-interval-ms", "5000"),
         )
         self.processes.append(process)
         return process
@@ -128,7 +129,7 @@ class CrashCluster:
             await control.close()
 
     async def at_rest(self, name: str) -> PageStoreStatus:
-        """Return when nobody holds anything of a pagestore any more."""
+        """Return when no session holds anything of a pagestore any more."""
         control = PageStoreControl(self.endpoint(name), CLIENT)
 
         async def nothing_is_held() -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 from kvpool.testing import eventually_sync
 from tests.fixtures.patience import LEASE_TTL_MS, PATIENCE_S, SERVICES_MS
 
+_PATIENT = {"kvpool_gpuagent": "tests.e2e.patient_agent"}
+
 
 class Process:
     """One service process with a data directory of its own."""
@@ -23,7 +25,8 @@ class Process:
     def __init__(self, module: str, directory: Path, *flags: str, variables: Mapping[str, str] | None = None) -> None:
         directory.mkdir()
         self._ready, self._log = directory / "ready.json", directory / "log"
-        command = [sys.executable, "-m", f"{module}.main", "--ready-file", str(self._ready), *flags]
+        main = _PATIENT.get(module, f"{module}.main")
+        command = [sys.executable, "-m", main, "--ready-file", str(self._ready), *flags]
         self._command = [*command, "--parent-pid", str(os.getpid())]
         self._variables = dict(variables or {})
         self.ready: dict[str, Any] = {}
@@ -72,7 +75,7 @@ class Process:
 
 class ServiceCluster:
     """An index in memory, pagestores and agents; each pagestore is a host of its own. They are patient with each other:
-    nobody is given up who stands still for some seconds, but for nodes whose lease is told to be short."""
+    peers that stall for some seconds are tolerated, except for nodes with a lease that is set short."""
 
     def __init__(
         self, directory: Path, shm: Path, flags: Mapping[str, Sequence[str]], redis_url: str, lease_ttl_ms: int

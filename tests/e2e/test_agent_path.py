@@ -34,8 +34,13 @@ def control_of(store: Process) -> PageStoreControl:
     return PageStoreControl(store.ready["endpoint"], CLIENT)
 
 
-async def matched(session: EngineSession, hashes: Any) -> int:
-    return (await session.match(hashes)).matched_chunks
+async def all_known(session: EngineSession, hashes: Any) -> None:
+    """Until the session's agent knows of all chunks: they are announced after a store, in parts."""
+
+    async def is_known() -> bool:
+        return (await session.match(hashes)).matched_chunks == CHUNKS
+
+    await eventually(is_known)
 
 
 async def test_what_one_host_stores_all_others_load(tmp_path: Path) -> None:
@@ -53,7 +58,7 @@ async def test_what_one_host_stores_all_others_load(tmp_path: Path) -> None:
         assert stored.stored_chunks == CHUNKS
         sources = {"a": "staging", "b": "remote", "bare": "remote"}
         for name, session in sessions.items():
-            await eventually(lambda session=session: matched(session, chain.hashes))  # type: ignore[misc]
+            await all_known(session, chain.hashes)
             engines[name].clear()
             loaded = await run_load(session, engines[name].span(chain, range(CHUNKS), at=CHUNKS))
             assert loaded.loaded_chunks == CHUNKS, (name, loaded)
@@ -67,13 +72,10 @@ async def test_what_one_host_stores_all_others_load(tmp_path: Path) -> None:
         engines["bare"].compute(other, range(CHUNKS))
         stored = await run_store(sessions["bare"], engines["bare"].span(other, range(CHUNKS)))
         assert stored.stored_chunks == CHUNKS
-
-        async def all_announced() -> bool:
-            return await matched(sessions["bare"], other.hashes) == CHUNKS
-
-        await eventually(all_announced)
+        await all_known(sessions["bare"], other.hashes)
         again = await run_store(sessions["bare"], engines["bare"].span(other, range(CHUNKS)))
         assert again.deduplicated_chunks == CHUNKS
+        await all_known(sessions["a"], other.hashes)
         assert (await run_load(sessions["a"], engines["a"].span(other, range(CHUNKS)))).loaded_chunks == CHUNKS
         assert engines["a"].holds(other, range(CHUNKS))
         for name, session in sessions.items():
@@ -96,7 +98,7 @@ async def test_a_killed_pagestore_costs_chunks_and_comes_back(tmp_path: Path) ->
         await control.flush()
         await control.close()
 
-        # A pagestore that stands still: the load waits on it, and is told when it is killed.
+        # A pagestore that stands still: the load waits on it, and fails when it is killed.
         store.send(signal.SIGSTOP)
         waiting = await session.load(engine.span(chain, range(CHUNKS)), wait_s=60)
         store.kill()
@@ -108,7 +110,7 @@ async def test_a_killed_pagestore_costs_chunks_and_comes_back(tmp_path: Path) ->
         assert set(stored.failed_chunks) == set(range(CHUNKS))
 
         store.start()
-        store.wait_ready()
+        await asyncio.to_thread(store.wait_ready)  # the session goes on saying that it is there
         engine.clear()
 
         async def loads_again() -> bool:

@@ -70,7 +70,7 @@ def test_status_of_an_index_that_is_named(cluster: Cluster, tmp_path: Path) -> N
     assert len(document["nodes"]) == 2
     assert document["processes"] == []
     assert "no cluster runs" in elsewhere.run("cluster", "status", code=1)
-    assert "does not answer" in elsewhere.run("cluster", "status", "--index", "127.0.0.1:1", code=1)
+    assert "does not answer" in elsewhere.run("cluster", "status", "--index", "127.0.0.1:1", code=1, is_patient=False)
 
 
 def test_pages_are_matched_flushed_and_cleared(cluster: Cluster, tmp_path: Path) -> None:

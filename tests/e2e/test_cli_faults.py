@@ -35,7 +35,7 @@ def test_interrupted_up_drains_and_a_killed_one_is_cleaned_up(tmp_path: Path) ->
     assert "draining" in errors
     assert not any(process.alive() for process in first.processes)
 
-    # What was dirty is on disk; then only the supervisor is killed: the kernel tells the others.
+    # What was dirty is on disk; then only the supervisor is killed: the kernel notifies the others.
     cluster.run("cluster", "up", "--detach", *SMALL)
     second = cluster.state
     os.kill(second.supervisor_pid, signal.SIGKILL)

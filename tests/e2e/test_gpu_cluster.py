@@ -28,7 +28,7 @@ from tests.e2e.cli_cluster import Cluster
 from tests.fixtures.patience import PATIENCE_S, patient
 from tests.unit.connectors.tiny_models import prompt, tiny_llama
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIG = patient()

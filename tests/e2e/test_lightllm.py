@@ -208,7 +208,7 @@ def test_pages_of_an_owner_that_was_killed_mean_nothing_to_the_next(tmp_path: Pa
             worker.update_pages_status_to_ready(pages, True, True, 320)  # its kernels have ended meanwhile
             assert worker.query_one_page(hashes[0]) == (None, False)
             with attached(settings_of(tmp_path, given)) as fresh:
-                assert fresh.query_one_page(hashes[0]) == (None, False), "nobody has filled it for this owner"
+                assert fresh.query_one_page(hashes[0]) == (None, False), "no one has filled it for this owner"
                 assert fresh.allocate_pages(hashes, True) == (pages, [False] * 5)
             worker.close()
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,24 @@ async def fails_fast(index: IndexClient, keyspace: bytes) -> None:
             await index.match(ChainQuery(keyspace=keyspace, chunk_hashes=bytes(16), shards=0), timeout_s=3600)
 
 
+async def is_known_to_the_agent(cluster: Cluster, session: EngineSession, chain: Prompt) -> None:
+    """Wait until the agent itself knows where a chain is: it answers for the index."""
+    (agent,) = cluster.state.of_role("agent")
+
+    def answered() -> float:
+        with urllib.request.urlopen(agent.endpoints["metrics_url"], timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        name, label = "kvpool_gpuagent_replica_matches_total{", 'answered_by="replica"'
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and label in line)
+
+    async def answers() -> bool:
+        before = await asyncio.to_thread(answered)
+        await session.match(chain.hashes)
+        return await asyncio.to_thread(answered) > before
+
+    await eventually(answers)
+
+
 async def knows_nothing_current(session: EngineSession, chain: Prompt) -> None:
     """Wait until the agent's own knowledge of locations is too old to be used."""
 
@@ -115,12 +134,14 @@ async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_b
         chain = prompt(session, CHUNKS)
         engine.compute(chain, range(CHUNKS))
         await run_store(session, engine.span(chain, range(CHUNKS)))
-        with connect(cluster, model) as second:
+        await is_known_to_the_agent(cluster, session, chain)  # else a refusal says nothing of other chains
+        # Beside the loop, on which the session says that it is there.
+        with await asyncio.to_thread(connect, cluster, model) as second:
             os.kill(processes["redis"], signal.SIGSTOP)
             try:
                 await fails_fast(index, keyspace.keyspace)
                 await knows_nothing_current(session, chain)
-                tokens, stats = generate(second, input_ids)
+                tokens, stats = await asyncio.to_thread(generate, second, input_ids)
                 assert tokens == expected and stats.failure
                 assert stats.prompt_tokens.recomputed == input_ids.shape[1]
             finally:

@@ -57,7 +57,7 @@ MOVED = {
         ("kvpool_gpuagent_loaded_tokens_total", "staging"),
     ],
 }
-# What is there from the start, and what it says of a healthy cluster with nobody in a session.
+# What is there from the start, and what it says of a healthy cluster without sessions.
 STEADY = {
     "index-0": {
         ("kvpool_index_live_nodes", "pagestore"): 1,  # leases of nodes

@@ -49,7 +49,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def matching(cluster: Cluster, tokens: str | Path, chunk_count: int) -> dict[str, Any]:
-    """What a match tells when it finds just so many chunks; nothing while it does not."""
+    """What a match returns when it finds just so many chunks; nothing while it does not."""
     found = cluster.json("cache", "match", str(tokens))
     return found if found["matched_chunks"] == chunk_count else {}
 

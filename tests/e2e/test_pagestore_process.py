@@ -24,7 +24,7 @@ from kvpool.testing import eventually
 from tests.fixtures.pagestore import shared_memory_directory
 from tests.fixtures.pagestore_process import CLIENT, Process, environment, read, refused, start_process, write
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.e2e
 
 Start = Callable[..., Process]
 
@@ -232,8 +232,8 @@ def test_an_idle_store_is_small_and_quiet(start: Start) -> None:
 
 def test_the_index_being_down_does_not_keep_a_store_from_serving(start: Start) -> None:
     with contextlib.closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens here
-        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
-        store = start("store", "--index-endpoints", nobody, "--index-start-wait-ms", "200")
+        taken.bind(("127.0.0.1", 0))  # no server listens here
+        no_one = f"127.0.0.1:{taken.getsockname()[1]}"
+        store = start("store", "--index-endpoints", no_one, "--index-start-wait-ms", "200")
         assert store.ready["incarnation"] > 0
         assert store.stop() == 0

@@ -24,7 +24,7 @@ from tests.fixtures.pagestore_process import CLIENT, Process, read, refused, sta
 from tests.fixtures.patience import patient
 from tests.fixtures.redis_server import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.e2e
 
 HASHES = [page_key(number).chunk_hash for number in range(16)]
 

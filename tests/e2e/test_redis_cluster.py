@@ -173,7 +173,7 @@ async def test_slots_move_while_they_are_used(cluster: RedisCluster) -> None:
     assert store.redis.redirections["moved"] > 0
     moved = store.redis.redirections["moved"]
     await some_rounds()
-    assert store.redis.redirections["moved"] == moved, "once told, it knows"
+    assert store.redis.redirections["moved"] == moved, "it learns from one redirection"
     done.set()
     await using
     await store.close()
@@ -333,7 +333,7 @@ async def test_a_replica_that_takes_over_is_found() -> None:
                 return False
             return True
 
-        await eventually(announced, message="nobody took over")
+        await eventually(announced, message="no replica took over")
         assert await found(store, heads) == 4 and cluster.owner(records) is replica
         assert store.redis.failovers == 1
         await store.close()

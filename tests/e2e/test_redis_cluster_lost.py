@@ -86,7 +86,7 @@ async def test_a_match_ends_where_a_master_is_lost_and_is_no_error(cluster: Redi
         one.master.start()
 
         async def is_back() -> bool:
-            """What it had is lost with it, and told again by its owners."""
+            """What it had is lost with it, and announced again by its owners."""
             with suppress(KvPoolError, grpc.aio.AioRpcError):
                 await node.register()
                 await node.announce(inside.added(range(4 * GROUP)))

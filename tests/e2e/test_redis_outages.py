@@ -127,7 +127,7 @@ async def test_a_master_that_became_a_replica_is_left(redis: RedisServer) -> Non
     await store.close()
 
 
-async def test_what_is_set_up_wrongly_is_told(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_set_up_wrongly_is_reported(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     ask(redis.port, "CONFIG", "SET", "maxmemory", "1gb", "maxmemory-policy", "allkeys-lru")
     store = RedisIndexStore(redis.url, wait_replicas=1)
     async with running_index(store) as index:
@@ -142,7 +142,7 @@ async def test_what_is_set_up_wrongly_is_told(redis: RedisServer, caplog: pytest
     ask(redis.port, "CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
 
 
-async def test_memory_that_is_nearly_used_up_is_told_before_it_is(
+async def test_memory_that_is_nearly_used_up_is_reported_before_it_is(
     redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     ask(redis.port, "CONFIG", "SET", "maxmemory", "1mb", "maxmemory-policy", "noeviction")

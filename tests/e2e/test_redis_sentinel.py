@@ -85,7 +85,7 @@ async def test_a_killed_master_costs_nothing_that_was_acknowledged(
 
 
 async def sees(watch: grpc.aio.UnaryStreamCall[index_pb2.WatchRequest, index_pb2.WatchResponse], chunk: bytes) -> bool:
-    """Whether an event of the chunk comes, or the advice to begin anew."""
+    """Whether an event of the chunk comes, or the advice to start over."""
     while isinstance(event := await watch.read(), index_pb2.WatchResponse):
         if event.WhichOneof("event") == "resync" or event.chunk.chunk_hash == chunk:
             return True
@@ -102,7 +102,7 @@ async def test_a_node_goes_on_by_itself(sentinels: RedisSentinels) -> None:
         node = Node(client, opened.keyspace, chain, opened.grid.all_shards)
         await node.link.start()
         node.put(*range(10))
-        await node.link.wait_announced()
+        await node.link.wait_announced(PATIENCE_S)
         sentinels.master().kill()
         for held in range(10, 40):
             node.put(held)
@@ -145,7 +145,7 @@ async def test_a_stopped_master_is_left_and_not_gone_back_to(sentinels: RedisSen
 
 
 async def test_a_planned_failover_loses_nothing_if_all_replicas_have_it(sentinels: RedisSentinels) -> None:
-    """The old master lives and takes writes until it is told; one replica that still follows it would confirm them."""
+    """The old master lives and takes writes until it is demoted; a replica that still follows it confirms them."""
     async with serving(sentinels, wait_replicas=2) as index:
         load = await loaded(index)
         await load.advance()

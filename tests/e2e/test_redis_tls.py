@@ -98,6 +98,6 @@ async def test_the_next_connection_uses_a_renewed_certificate(authority: Authori
             await eventually(answers)
 
 
-async def test_files_that_cannot_be_read_are_told_at_the_start(tmp_path: Path) -> None:
+async def test_files_that_cannot_be_read_are_reported_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartupFailed, match=r"redis_url cannot be used: .*No such file.*none"):
         RedisIndexStore(f"rediss://h:1?ssl_ca_certs={tmp_path}/none")

@@ -247,7 +247,7 @@ def test_a_pagestore_that_stands_still_costs_the_deadline(tmp_path: Path) -> Non
         pool = filled(MhaPool("page_first"))
         with backend(cluster, pool) as patient_one:
             stored(patient_one, pool, names)
-        with backend(cluster, pool, load_timeout_s=0.3, connect_timeout_s=0.3) as one:
+        with backend(cluster, pool, load_timeout_s=1.0, connect_timeout_s=1.0) as one:
             other = pool.slots(list(range(PAGES)))
             eventually_sync(lambda: all(one.batch_get_v1(names, other)))
             cluster.store().send(signal.SIGSTOP)
@@ -264,7 +264,7 @@ def test_an_index_that_is_away_is_a_miss_and_what_is_local_still_loads(tmp_path:
         pool = filled(MhaPool("page_first"))
         with backend(cluster, pool) as patient_one:
             stored(patient_one, pool, names)
-        with backend(cluster, pool, match_timeout_s=0.3, connect_timeout_s=0.3) as one:
+        with backend(cluster, pool, match_timeout_s=1.0, connect_timeout_s=1.0) as one:
             slots = pool.slots(list(range(PAGES)))
             eventually_sync(lambda: one.batch_exists(names) == PAGES and all(one.batch_get_v1(names, slots)))
             cluster.index.kill()

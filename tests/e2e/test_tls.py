@@ -22,6 +22,7 @@ from kvpool.client.tls import TlsCredentials
 from kvpool.core.cluster import NodeKind
 from kvpool.testing import eventually, eventually_sync
 from kvpool.wire.tls_files import TlsFiles
+from tests.e2e.cli_cluster import PATIENT_COMMAND
 from tests.e2e.service_processes import Process, ServiceCluster, service_cluster
 from tests.fixtures.agent import EngineProcess, prompt, run_load, run_store
 from tests.fixtures.certificates import Authority
@@ -99,15 +100,18 @@ async def share(cluster: SecureCluster, seed: int) -> None:
         engines[name].close()
 
 
-def command(cluster: SecureCluster, *arguments: str, variables: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """A command of an operator: its exit code, and what it said."""
+def command(
+    cluster: SecureCluster, *arguments: str, variables: Mapping[str, str] | None = None, is_refused: bool = False
+) -> tuple[int, str]:
+    """A command of an operator: its exit code, and what it said. is_refused: it gives up as soon as a user's does."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
-    argv = [sys.executable, "-m", "kvpool_cli", "--index", cluster.services.index.ready["endpoint"]]
+    program = ["-m", "kvpool_cli"] if is_refused else [str(PATIENT_COMMAND)]
+    argv = [sys.executable, *program, "--index", cluster.services.index.ready["endpoint"]]
     done = subprocess.run(
         [*argv, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
         env=kept | dict(variables or {}),
     )
@@ -140,9 +144,9 @@ async def test_all_links_are_mutual_and_a_new_ca_comes_in_without_a_restart(tmp_
         assert len(status["nodes"]) == 5 and not any(node["error"] for node in status["nodes"])
 
         # Without a certificate, and in the clear, nothing is answered, and it is said why.
-        code, said = command(cluster, "status", "--tls-ca-file", str(cluster.client_files.ca_file))
+        code, said = command(cluster, "status", "--tls-ca-file", str(cluster.client_files.ca_file), is_refused=True)
         assert code == 1 and "demands a client certificate" in said
-        code, said = command(cluster, "status")
+        code, said = command(cluster, "status", is_refused=True)
         assert code == 1 and "it expects TLS" in said
 
         # A change of the CA, as docs/tls.md has it: trust both, then new certificates, then trust the new one alone.
@@ -153,7 +157,7 @@ async def test_all_links_are_mutual_and_a_new_ca_comes_in_without_a_restart(tmp_
         cluster.issue(renewed, days=20)
         assert all(new > old for new, old in zip(map(expiry_s, cluster.processes), before, strict=True))
         await share(cluster, seed=2)
-        code, said = command(cluster, "status", variables=variables_of(cluster.client_files))
+        code, said = command(cluster, "status", variables=variables_of(cluster.client_files), is_refused=True)
         assert code == 1 and "tls_ca_file" in said
         code, said = command(cluster, "status", variables=variables_of(renewed.issue(tmp_path / "client")))
         assert code == 0, said

@@ -32,5 +32,5 @@ def run_check(name: str, given: dict[str, Any]) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-    told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return told
+    reported: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return reported

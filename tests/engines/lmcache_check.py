@@ -32,7 +32,7 @@ WAIT_S = 30.0
 
 
 class Listener(L2AdapterListener):  # type: ignore[misc]  # untyped where LMCache is not installed
-    """Counts what it is told."""
+    """Counts what it is given."""
 
     def __init__(self) -> None:
         self.stored: list[Any] = []

@@ -116,7 +116,7 @@ def check_storage(words: list[str], pagestore_pid: int) -> None:
     assert prefetch(first) == (0, OBJECTS)
     first.clear(force=True)
     assert prefetch(first) == (OBJECTS, 0), "with an empty L1"
-    adapter_of(first).delete(KEYS[:1])  # told once that it is not served, and nothing is lost
+    adapter_of(first).delete(KEYS[:1])  # logs once that it is not served, and nothing is lost
     first.clear(force=True)
     first.close()
     second = manager_of(words)  # as after a restart
@@ -137,7 +137,7 @@ def free_port() -> int:
 
 
 def check_server(words: list[str], directory: str) -> None:
-    """The process starts with the adapter, tells of it, and ends in order."""
+    """The process starts with the adapter, reports it, and ends in order."""
     ports = [free_port() for _ in range(3)]
     places = ["--host", "127.0.0.1", "--port", str(ports[0]), "--http-host", "127.0.0.1", "--http-port", str(ports[1])]
     command = [str(Path(sys.executable).parent / "lmcache"), "server", *words, *places]
@@ -145,21 +145,21 @@ def check_server(words: list[str], directory: str) -> None:
         server = subprocess.Popen(
             [*command, "--prometheus-port", str(ports[2])], stdout=log, stderr=subprocess.STDOUT, cwd=directory
         )
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
 
     def ready() -> bool:
         assert server.poll() is None, (Path(directory) / "server.log").read_text()[-3000:]
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/status", timeout=5) as answer:
-                told.update(json.load(answer))
+                reported.update(json.load(answer))
         except (urllib.error.URLError, ConnectionError):
             return False
         return True
 
     try:
         until(ready, "the server does not answer", START_S)
-        text = json.dumps(told)
-        assert told["is_healthy"] and "KvPoolL2Adapter" in text and '"looked_up_chunks"' in text, text
+        text = json.dumps(reported)
+        assert reported["is_healthy"] and "KvPoolL2Adapter" in text and '"looked_up_chunks"' in text, text
         server.send_signal(signal.SIGTERM)
         assert server.wait(WAIT_S) in (0, -signal.SIGTERM)  # uvicorn ends by the signal that it was sent
         said = (Path(directory) / "server.log").read_text()

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.e2e
 
 def test_the_adapter_serves_lmcaches_own_interface(tmp_path: Path) -> None:
     with direct_cluster(tmp_path) as cluster:
-        told = run_check("lmcache_check", {"settings": cluster.settings(), "pagestore_pid": cluster.store().pid})
-    assert told["checked"]
+        reported = run_check("lmcache_check", {"settings": cluster.settings(), "pagestore_pid": cluster.store().pid})
+    assert reported["checked"]
 
 
 @pytest.mark.parametrize("check", ["server", "storage"])
@@ -24,5 +24,5 @@ def test_lmcache_itself_with_the_quick_starts_command_line(tmp_path: Path, check
     given: dict[str, Any] = {"quickstart": str(REPOSITORY / "docs/quickstart-lmcache.md"), "check": check}
     with direct_cluster(tmp_path) as cluster:
         given |= {"settings": cluster.settings(), "pagestore_pid": cluster.store().pid}
-        told = run_check("lmcache_server_check", given)
-    assert told["checked"]
+        reported = run_check("lmcache_server_check", given)
+    assert reported["checked"]

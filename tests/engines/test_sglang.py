@@ -14,15 +14,15 @@ pytestmark = pytest.mark.e2e
 
 def test_the_backend_serves_sglangs_own_interface(tmp_path: Path) -> None:
     with direct_cluster(tmp_path) as cluster:
-        told = run_check("sglang_check", {"settings": cluster.settings(), "pagestore_pid": cluster.store().pid})
-    assert told["checked"]
+        reported = run_check("sglang_check", {"settings": cluster.settings(), "pagestore_pid": cluster.store().pid})
+    assert reported["checked"]
 
 
 def test_the_quick_starts_command_line_and_hicaches_own_controller(tmp_path: Path) -> None:
     given = {"quickstart": str(REPOSITORY / "docs/quickstart-sglang.md"), "directory": str(tmp_path)}
     with direct_cluster(tmp_path) as cluster:
         settings = cluster.settings(load_timeout_s=5.0, store_timeout_s=5.0)
-        told = run_check(
+        reported = run_check(
             "sglang_controller_check", given | {"settings": settings, "pagestore_pid": cluster.store().pid}
         )
-    assert told["checked"]
+    assert reported["checked"]

@@ -1,7 +1,9 @@
 """An engine rank on a GPU as its own process: `python -m tests.gpu.peer_engine JSON`. One command a line, one answer.
 
-{"op": "pull", "pulls": [TokenPull's fields, session ids in hex]}   answers {"size_bytes", "copy_s"} or {"error"}
-{"op": "digest"}                                                    answers {"digest"}: of all its cache memory
+{"op": "announce", "blocks": [chunks, blocks of a chunk]}      the first chunks of PROMPT lie there; answers {}
+{"op": "load", "blocks": [chunks, blocks of a chunk], "skip"}  loads them from GPU caches of other ranks, but for the
+                                                               first tokens; answers {"loaded", "gpu_tokens", "copy_s"}
+{"op": "digest"}                                               answers {"digest"}: of all its cache memory
 """
 
 from __future__ import annotations
@@ -13,20 +15,23 @@ import sys
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.client.block_generations import BlockGenerations
 from kvpool.client.config import ClientConfig
 from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.gpuagent import EngineSession
-from kvpool.client.gpuagent_control import AgentControl
-from kvpool.client.peer_pulls import PeerPulls, TokenPull
+from kvpool.client.hashing import Prompt
+from kvpool.client.pool import spans_of
 from kvpool.core.elements import Codec, Dtype
-from kvpool.core.errors import KvPoolError
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from tests.fixtures import layout_presets
+from tests.fixtures.kv_memory import KvMemory, Memory
 
+CHUNK = 256
+PROMPT = Prompt.of(b"h" * 32, list(range(32 * CHUNK + 1)), CHUNK)
+LOAD_S = 90.0
 CLIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)
 
 
@@ -38,7 +43,7 @@ def spec_of(options: dict[str, Any]) -> KeyspaceSpec:
         groups=(KvGroup(*options["geometry"]),),
         dtype=Dtype.BF16,
         codec=Codec[options["codec"]],
-        chunk_tokens=256,
+        chunk_tokens=CHUNK,
     )
 
 
@@ -52,18 +57,32 @@ def layout_of(options: dict[str, Any]) -> EngineLayout:
     return layout
 
 
-def first_bytes(options: dict[str, Any]) -> list[npt.NDArray[np.uint8]]:
-    """What its memory holds at first, by handle."""
-    random = np.random.default_rng(options["seed"])
-    return [random.integers(0, 256, size, dtype=np.uint8) for size in layout_of(options).handle_sizes]
+class FirstMemory(KvMemory):
+    """What a rank's memory holds at first."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.spec, self.layout = spec_of(options), layout_of(options)
+        random = np.random.default_rng(options["seed"])
+        self._memory = [random.integers(0, 256, size, dtype=np.uint8) for size in self.layout.handle_sizes]
+
+    def memory(self) -> Memory:
+        return self._memory
 
 
-def digest(memory: list[npt.NDArray[np.uint8]]) -> str:
+def digest(memory: Memory) -> str:
     """Of all bytes, by handle."""
     hasher = hashlib.sha256()
     for each in memory:
         hasher.update(each.tobytes())
     return hasher.hexdigest()
+
+
+async def load(session: EngineSession, blocks: list[list[int]], skip: int) -> dict[str, Any]:
+    """Into these blocks."""
+    table, count = np.array(blocks, dtype=np.int64), len(blocks)
+    (span,) = spans_of(PROMPT, table.reshape(-1), range(count), table.shape[1], count, skip)
+    result = await (await session.load(span, wait_s=LOAD_S, from_gpu=True)).done(LOAD_S)
+    return {"loaded": result.loaded_chunks, "gpu_tokens": result.tokens.gpu, "copy_s": result.copy_s}
 
 
 async def main(options: dict[str, Any]) -> None:
@@ -75,9 +94,10 @@ async def main(options: dict[str, Any]) -> None:
 
     die_with_parent(options["parent_pid"])
     device = torch.device("cuda", options["device"])
-    tensors = [torch.from_numpy(each).to(device) for each in first_bytes(options)]
+    tensors = [torch.from_numpy(each).to(device) for each in FirstMemory(options).memory()]
     torch.cuda.synchronize(device)
     exported = export_tensors(tensors)
+    generations = BlockGenerations(layout_of(options))
     plan = EngineRegistration(
         endpoint=options["agent"],
         engine_name=f"engine on {device}",
@@ -85,29 +105,21 @@ async def main(options: dict[str, Any]) -> None:
         spec=spec_of(options),
         layout=exported.layout(layout_of(options)),
         regions=exported.regions,
+        generations=generations,
+        engine_id=str(options["seed"]).encode(),
     )
     session = await EngineSession.open(plan, CLIENT)
-    control = AgentControl(options["agent"], CLIENT)
-    pulls = PeerPulls(session, control, CLIENT)
-    print(json.dumps({"session": session.session_id.hex()}), flush=True)
+    print(json.dumps({}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        command = json.loads(line)
+        command, answer = json.loads(line), dict[str, Any]()
         if command["op"] == "digest":
-            answer: dict[str, Any] = {"digest": digest([tensor.cpu().numpy() for tensor in tensors])}
+            answer = {"digest": digest([tensor.cpu().numpy() for tensor in tensors])}
+        elif command["op"] == "announce":
+            blocks = np.array(command["blocks"], dtype=np.int64)
+            session.announce_cached(b"".join(PROMPT.hashes[: len(blocks)]), blocks, generations.of(blocks))
         else:
-            wanted = [
-                TokenPull(**(pull | {"source_session_id": bytes.fromhex(pull["source_session_id"])}))
-                for pull in command["pulls"]
-            ]
-            handle = pulls.begin(wanted, wait_s=60.0)
-            try:
-                report = await handle.done(90.0)
-                answer = {"size_bytes": report.size_bytes, "copy_s": report.copy_s}
-            except KvPoolError as error:
-                answer = {"error": error.reason}
-            await asyncio.wait_for(handle.wait_hold(), 60.0)
+            answer = await load(session, command["blocks"], command["skip"])
         print(json.dumps(answer), flush=True)
-    await control.close()
     await session.close()
 
 

@@ -69,7 +69,7 @@ def test_an_agent_that_is_killed_does_not_hurt_the_engine(host: GpuHost) -> None
     rank = {"rank": "bereaved"}
     engine.ask("open", **rank, shape="lightllm", endpoint=host.endpoint(), device="cuda:0", chunks=32)
     engine.ask("write", **rank, seed=410, chunks=CHUNKS, at=0)
-    engine.ask("write", **rank, seed=411, chunks=CHUNKS, at=16)  # nobody's business but the engine's
+    engine.ask("write", **rank, seed=411, chunks=CHUNKS, at=16)  # known to the engine only
     assert engine.ask("done", request=engine.ask("store", **rank, seed=410, chunks=CHUNKS, at=0))["stored"] == 8
     event = engine.ask("write", **rank, seed=412, chunks=[0, 4], at=24, delay_s=2.0)
     storing = engine.ask("store", **rank, seed=412, chunks=[0, 4], at=24, event=event)

@@ -1,4 +1,4 @@
-"""Pulls between engine processes on real GPUs, through real agents: every byte, and how fast."""
+"""Loads from the GPU cache of another engine process on real GPUs, through real agents: every byte, and how fast."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from kvpool.core.layout import EngineLayout, RowPlane
+from kvpool.testing import eventually
+from kvpool_gpuagent.engine import host_caches
 from tests.fixtures.agent import Agent, World, running_agent
-from tests.gpu.peer_engine import digest, first_bytes, layout_of, spec_of
+from tests.fixtures.kv_memory import Blocks, loaded
+from tests.gpu.peer_engine import CHUNK, FirstMemory, digest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -33,11 +35,7 @@ class Engine:
 
     def __init__(self, process: asyncio.subprocess.Process, options: dict[str, Any], agent: Agent) -> None:
         self.process, self.options, self.agent = process, options, agent
-        self.session = ""
-
-    @property
-    def layout(self) -> EngineLayout:
-        return layout_of(self.options)
+        self.first = FirstMemory(options)
 
     async def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -52,14 +50,14 @@ class Engine:
         await self.process.stdin.drain()
         return await self.answer()
 
-    def tokens(self, source: Engine, source_blocks: list[int], blocks: list[int], count: int) -> dict[str, Any]:
-        return {
-            "source_session_id": source.session,
-            "source_agent": "" if source.agent is self.agent else source.agent.endpoint,
-            "source_blocks": source_blocks,
-            "destination_blocks": blocks,
-            "token_count": count,
-        }
+    async def announce(self, blocks: Blocks) -> None:
+        """Until its agent knows."""
+        await self.ask(op="announce", blocks=blocks.tolist())
+        session = self.agent.engine.sessions[0]
+        await eventually(lambda: len(session.cached or ()) == len(blocks), ANSWER_S)
+
+    async def load(self, blocks: Blocks, skip: int = 0) -> dict[str, Any]:
+        return await self.ask(op="load", blocks=blocks.tolist(), skip=skip)
 
 
 @asynccontextmanager
@@ -73,7 +71,7 @@ async def engine(agent: Agent, **options: Any) -> AsyncIterator[Engine]:
     )  # fmt: skip
     child = Engine(process, options, agent)
     try:
-        child.session = (await child.answer())["session"]
+        await child.answer()
         yield child
         assert process.stdin is not None
         process.stdin.close()
@@ -91,12 +89,23 @@ async def cuda_agents(ordinals: Sequence[int]) -> AsyncIterator[list[Agent]]:
     from kvpool_gpuagent.adapters.gpu.device import CudaDevice
 
     async with AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(
-                running_agent(World(), device=CudaDevice(ordinal=ordinal, scratch_bytes=64 << 20))
-            )
-            for ordinal in ordinals
-        ]
+        agents: list[Agent] = []
+
+        def beside(own: int) -> list[str]:
+            paths = [agent.endpoint.removeprefix("unix:") for agent in agents]
+            return [path for number, path in enumerate(paths) if number != own]
+
+        for number, ordinal in enumerate(ordinals):
+            world, device = World(), CudaDevice(ordinal=ordinal, scratch_bytes=64 << 20)
+            world.index.answer = world.pages_here
+            serving = running_agent(world, device=device, agents_beside=partial(beside, number))
+            agents.append(await stack.enter_async_context(serving))
+        yield agents
+
+
+@pytest.fixture(autouse=True)
+def _patient_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_caches, "FIND_TIMEOUT_S", ANSWER_S)
 
 
 def need_gpus(*ordinals: int) -> None:
@@ -106,30 +115,11 @@ def need_gpus(*ordinals: int) -> None:
         pytest.skip(f"needs {max(ordinals) + 1} GPUs")
 
 
-def copied(destination: Engine, pulls: Sequence[tuple[Engine, dict[str, Any]]]) -> list[npt.NDArray[np.uint8]]:
-    """The destination's memory after pulls, row by row."""
-    memory = first_bytes(destination.options)
-    own = destination.layout
-    for source, pull in pulls:
-        theirs, there = first_bytes(source.options), source.layout
-        heads = [head for head in there.head_range if head in own.head_range]
-        for token in range(pull["token_count"]):
-            from_place, to_place = divmod(token, there.block_tokens), divmod(token, own.block_tokens)
-            from_block, to_block = pull["source_blocks"][from_place[0]], pull["destination_blocks"][to_place[0]]
-            for layer, own_layer in zip(there.layers, own.layers, strict=True):
-                planes = zip((*layer.planes, *layer.scales), (*own_layer.planes, *own_layer.scales), strict=True)
-                for from_plane, to_plane in planes:
-                    for head in heads:
-                        rows = row(from_plane, from_block, from_place[1], head - there.first_head)
-                        own_rows = row(to_plane, to_block, to_place[1], head - own.first_head)
-                        memory[to_plane.handle][own_rows] = theirs[from_plane.handle][rows]
-    return memory
-
-
-def row(plane: RowPlane, block: int, token: int, head: int) -> slice:
-    start = plane.offset_bytes + block * plane.block_stride_bytes
-    start += token * plane.token_stride_bytes + head * plane.head_stride_bytes
-    return slice(start, start + plane.row_bytes)
+def scattered(count: int, options: dict[str, Any], seed: int) -> Blocks:
+    """Blocks for so many chunks, anywhere in a cache."""
+    width = CHUNK // options["block_tokens"]
+    order = np.random.default_rng(seed).permutation(options["block_count"])[: count * width]
+    return order.astype(np.int64).reshape(count, width)
 
 
 @pytest.mark.parametrize("devices", [(0, 0), (0, 1), (1, 0)])
@@ -151,32 +141,23 @@ async def test_every_byte_comes_and_no_other_changes(
 ) -> None:
     need_gpus(*devices)
     theirs, ours = LLAMA | their_changes, LLAMA | own_changes
-    theirs |= {"device": devices[0], "seed": 1, "block_count": 512 // theirs["block_tokens"]}
-    ours |= {"device": devices[1], "seed": 2, "block_count": 512 // ours["block_tokens"]}
+    theirs |= {"device": devices[0], "seed": 1, "block_count": 3 * CHUNK // theirs["block_tokens"]}
+    ours |= {"device": devices[1], "seed": 2, "block_count": 3 * CHUNK // ours["block_tokens"]}
     # A single agent is on the source's GPU: the kernel runs on the destination's all the same.
     async with cuda_agents(devices[:agents]) as served:
         async with engine(served[0], **theirs) as source, engine(served[-1], **ours) as rank:
-            random = np.random.default_rng(3)
-            blocks = [random.permutation(each["block_count"]).tolist() for each in (theirs, ours)]
-            half = 256 // ours["block_tokens"]
-            pulls = [
-                rank.tokens(source, blocks[0], blocks[1][:half], 250),
-                rank.tokens(source, blocks[0], blocks[1][half:], 131),
-            ]
-            answer = await rank.ask(op="pull", pulls=pulls)
-            assert "error" not in answer
-            spec = spec_of(ours)
-            row_bytes = spec.data_row_bytes + spec.scale_row_bytes
-            assert answer["size_bytes"] == 381 * 4 * 2 * len(range(*ours["heads"])) * row_bytes
-            wanted = digest(copied(rank, [(source, pull) for pull in pulls]))
+            there, here = scattered(2, theirs, 3), scattered(2, ours, 4)
+            await source.announce(there)
+            answer = await rank.load(here, skip=131)
+            assert (answer["loaded"], answer["gpu_tokens"]) == (2, 2 * CHUNK - 131)
+            wanted = digest(loaded(rank.first, [(source.first, there)], here, skip=131))
             assert (await rank.ask(op="digest"))["digest"] == wanted
-            assert (await source.ask(op="digest"))["digest"] == digest(first_bytes(theirs))
+            assert (await source.ask(op="digest"))["digest"] == digest(source.first.memory())
             # An engine that is gone lends nothing any more.
             source.process.kill()
             await asyncio.wait_for(source.process.wait(), 60.0)
-            assert (await rank.ask(op="pull", pulls=pulls))["error"] in (
-                "SESSION_UNKNOWN", "STOPPED", "SERVICE_UNAVAILABLE"
-            )  # fmt: skip
+            await eventually(lambda: not served[0].engine.sessions or not served[0].engine.sessions[0].cached, ANSWER_S)
+            assert (await rank.load(here))["loaded"] == 0
 
 
 @pytest.mark.parametrize("agents", [1, 2])
@@ -188,9 +169,10 @@ async def test_how_fast_a_long_prefix_comes(agents: int, capsys: pytest.CaptureF
             engine(served[0], **options, device=0, seed=1) as source,
             engine(served[-1], **options, device=1, seed=2) as rank,
         ):
-            pull = rank.tokens(source, list(range(512)), list(range(512))[::-1], 8192)
-            answers = [await rank.ask(op="pull", pulls=[pull]) for _ in range(5)]
-            rates = [answer["size_bytes"] / answer["copy_s"] / 1e9 for answer in answers]
+            await source.announce(scattered(32, options, 3))
+            answers = [await rank.load(scattered(32, options, 4)) for _ in range(5)]
+            assert all(answer["loaded"] == 32 for answer in answers)
+            rates = [(1 << 30) / answer["copy_s"] / 1e9 for answer in answers]
             with capsys.disabled():
                 print(f"\n1 GiB pulled with {agents} agent(s): {', '.join(f'{rate:.0f}' for rate in rates)} GB/s")
             assert max(rates) > 50.0  # slower than the host link: then the way over it would be better

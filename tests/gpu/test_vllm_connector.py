@@ -50,7 +50,7 @@ class Engines:
         self._open: list[str] = []
 
     def seed(self) -> int:
-        """Of a prompt that nobody has stored."""
+        """Of a prompt that was never stored."""
         self._seed += 10
         return self._seed
 
@@ -141,7 +141,7 @@ def test_of_ranks_that_have_the_same_latent_one_stores_and_all_load(worker: Engi
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLNHC"])
 def test_a_store_while_the_engine_still_computes_stores_what_it_computes(worker: Engines, layout: str) -> None:
-    """The step's kernels are behind a long one when the connector is told to store; the blocks are NaN until then."""
+    """The step's kernels are behind a long one when the connector is asked to store; the blocks are NaN until then."""
     rank = worker.opened("late", layout=layout, block_tokens=32)
     seed = worker.seed()
     stored = worker.child.ask("store", rank=rank, seed=seed, chunks=4, late_s=LATE_S)

@@ -190,7 +190,7 @@ class MemorySession:
 
     def _free(self, lease_id: int) -> None:
         slot = self._slots.pop(lease_id)
-        slot[:] = b"\xee" * len(slot)  # whoever still reads it gets a page that does not verify
+        slot[:] = b"\xee" * len(slot)  # a client that still reads it gets a page that does not verify
         slot.clear()  # raises BufferError if a view of it is still held
         self._gateway.lease(-1)
 

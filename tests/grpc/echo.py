@@ -26,6 +26,7 @@ from kvpool_server.interceptors.wrapping import Metadata
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import BulkServer, ControlServer
 from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.standstill import stood_still
 
 SERVICE = "test.Echo"
 LOOPBACK = TcpAddress("127.0.0.1", 0)
@@ -54,7 +55,7 @@ class TokenAuthenticator:
 
 
 class AioEcho:
-    """Async handlers; `finished` tells how streams ended."""
+    """Async handlers; `finished` records how streams ended."""
 
     def __init__(self) -> None:
         self.finished = asyncio.Event()
@@ -73,6 +74,8 @@ class AioEcho:
         self.stream_tasks.append(asyncio.current_task())
         try:
             self.started.set()
+            if request == b"late":
+                stood_still(3600.0)
             yield answer(b"first")
             if request == b"wait":
                 await asyncio.Event().wait()

@@ -119,7 +119,7 @@ def test_stock_protobuf_reads_the_same_pages(gateway: MemoryGateway, channel: gr
     assert frames[-1] == pb.PageFrame(item_index=2, outcome=pb.OUTCOME_MISS)
 
 
-def test_misses_and_errors_are_told_apart(gateway: MemoryGateway, endpoint: str) -> None:
+def test_misses_and_errors_are_distinguished(gateway: MemoryGateway, endpoint: str) -> None:
     page = gateway.store(2, 1000)
     gateway.errors[key(1)] = PageCorrupt("bad digest")
     buffers, reports = read(endpoint, [100, 100, len(page)])
@@ -190,7 +190,7 @@ def test_a_reader_that_cancels_gives_its_leases_back(gateway: MemoryGateway, cha
     fill(gateway)
     call = pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(40), timeout=60)
     next(call)
-    assert gateway.lease_count == 3
+    eventually_sync(lambda: gateway.lease_count == 3)
     call.cancel()
     eventually_sync(lambda: drained(gateway))
 
@@ -224,7 +224,7 @@ def test_a_reader_that_is_killed_gives_its_leases_back(gateway: MemoryGateway, e
     command = [sys.executable, "-c", KILLED_READER, endpoint]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={"PYTHONPATH": ":".join(sys.path)}) as process:
         assert process.stdout is not None and process.stdout.readline() == b"reading\n"
-        assert gateway.lease_count == 3
+        eventually_sync(lambda: gateway.lease_count == 3)
         process.kill()
     eventually_sync(lambda: drained(gateway))
 

@@ -124,7 +124,7 @@ def test_stock_frames_of_a_page_that_exists_are_ignored(
     assert [response.admission for response in responses] == [pb.ADMISSION_EXISTS, pb.ADMISSION_RESERVED]
 
 
-def test_a_full_arena_is_told_per_page(gateway: MemoryGateway, endpoint: str) -> None:
+def test_a_full_arena_is_reported_per_page(gateway: MemoryGateway, endpoint: str) -> None:
     gateway.errors[key(0)] = ArenaFull("every slot is leased")
     reports = write(endpoint, [sealed_page(number, 100_000) for number in range(2)])
     assert [(admission, type(error)) for _, admission, error in reports] == [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -73,9 +73,13 @@ class Node:
     def chunks(self) -> list[ChunkPlaces]:
         return ChunkPlaces.of((self.keyspace, self.chain.hashes[index], self._head(index)) for index in self.held)
 
-    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
-        index = self.chain.hashes.index(chunk_hash)
-        return [HeldChunk(self._head(index), (0, self.shards, 0), self.shards)] if index in self.held else []
+    def locate(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> list[tuple[bytes, HeldChunk]]:
+        indexes = map(self.chain.hashes.index, chunk_hashes)
+        return [
+            (self.chain.hashes[index], HeldChunk(self._head(index), (0, self.shards, 0), self.shards))
+            for index in indexes
+            if index in self.held
+        ]
 
     def keyspace_encodings(self) -> list[bytes]:
         return [encode_keyspace("default", SPEC)]
@@ -208,7 +212,7 @@ async def test_a_dropped_keyspace_is_gone_and_unknown_ones_are_named() -> None:
         assert await matched(client, node) == 0, "the stream survives a refused match"
 
 
-async def test_watch_tells_nodes_and_chunks() -> None:
+async def test_watch_reports_nodes_and_chunks() -> None:
     async with world() as (client, node):
         await node.link.start()
         seen: list[object] = []
@@ -218,13 +222,13 @@ async def test_watch_tells_nodes_and_chunks() -> None:
                 async for event in events:
                     seen.append(event.event)
 
-        def told() -> bool:
-            node.put(3)  # again and again: only what happens after the watch began is told
+        def reported() -> bool:
+            node.put(3)  # again and again: only what happens after the watch began is reported
             node.drop(3)
             return any(isinstance(event, ChunkEvent) for event in seen)
 
         watching = asyncio.create_task(watch())
-        await eventually(told)
+        await eventually(reported)
         await node.link.close()
         await eventually(lambda: any(isinstance(event, NodeEvent) and not event.alive for event in seen))
         watching.cancel()

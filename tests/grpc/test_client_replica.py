@@ -1,5 +1,7 @@
 """A client's replica on a real index: matches without a call, and never from the past."""
 
+import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -7,15 +9,17 @@ import pytest
 
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainMatch, ChainQuery, HeartbeatEvent
-from kvpool.core.errors import ServiceUnavailable
+from kvpool.core.errors import KeyspaceUnknown, ServiceUnavailable, StoreUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.testing import ManualClock, eventually
+from kvpool.v1 import index_pb2
 from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.engine import watch as engine_watch
+from kvpool_server.node import replica_feed
 from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
-from tests.fixtures.index_node import Chain, FakeNode, of_rank, open_keyspace, spec
+from tests.fixtures.index_node import TIMEOUT_S, Chain, FakeNode, of_rank, open_keyspace, spec
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.patience import patient
 
@@ -172,10 +176,10 @@ async def test_what_was_sent_while_we_were_stopped_is_as_old_as_it_is(
         assert await one.last(chain) is MatchedBy.INDEX
 
 
-async def test_a_watch_that_took_long_to_open_is_opened_anew(
+async def test_a_watch_that_took_long_to_open_is_opened_again(
     index: RunningIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its heartbeats would seem old for days, because nobody knows when the index opened it."""
+    """Its heartbeats would seem old for days, because it is not known when the index opened it."""
     monkeypatch.setattr(engine_watch, "_HEARTBEAT_S", 0.01)
     clock, asked = ManualClock(), list[float]()
 
@@ -212,7 +216,119 @@ async def test_without_the_index_what_is_known_is_still_answered(index: RunningI
             await one.match(chain)
 
 
+async def test_what_is_stored_nowhere_is_no_question_for_the_index(index: RunningIndex) -> None:
+    keyspace = await open_keyspace(index.stub)
+    stored, other, node = Chain(keyspace), Chain(keyspace), await FakeNode(index.stub).register()
+    await node.announce(stored.added(range(32)))
+    async with asking(index, keyspace) as one:
+        await eventually(lambda: one.replica.is_current and one.replica.listing_count)
+        asked = index.metric("kvpool_index_match_questions_total")
+        assert (await one.match(other)).matched_chunks == 0
+        assert one.answered_by == [MatchedBy.ABSENT]
+        assert index.metric("kvpool_index_match_questions_total") == asked
+        assert (await one.match(stored)).matched_chunks == 32, "what was stored before the replica began is found"
+        assert await one.last(stored) is MatchedBy.ABSENT, "32 chunks are known, and the third group is nowhere"
+        await node.register()
+        await node.announce(stored.added(range(32, 40)))
+        await node.register()
+        await node.announce(other.added(range(4)))
+        await eventually(lambda: one.matches(other, 4))
+        await eventually(lambda: one.matches(stored, 40))
+
+
+async def test_absence_is_as_recent_as_its_bound_says(index: RunningIndex, index_clock: ManualClock) -> None:
+    keyspace = await open_keyspace(index.stub)
+    async with asking(index, keyspace) as one:
+        await eventually(lambda: one.replica.is_current and one.replica.listing_count)
+        assert await one.last(Chain(keyspace)) is MatchedBy.ABSENT
+        for clock in (one.clock, index_clock):
+            clock.advance(1.6)
+        assert await one.last(Chain(keyspace)) is MatchedBy.INDEX
+        assert one.replica.is_current, "what is there may be used for longer"
+
+
+async def test_what_was_stored_from_here_is_asked_for_before_its_event_comes(index: RunningIndex) -> None:
+    keyspace = await open_keyspace(index.stub)
+    chain = Chain(keyspace)
+    async with asking(index, keyspace) as one:
+        await eventually(lambda: one.replica.is_current and one.replica.listing_count)
+        assert await one.last(chain) is MatchedBy.ABSENT
+        one.replica.note_stored(ChainQuery(keyspace=keyspace, chunk_hashes=b"".join(chain.hashes[:16])))
+        assert await one.last(chain) is MatchedBy.INDEX
+
+
+async def test_a_listing_that_fails_is_tried_again_and_meanwhile_the_index_is_asked(
+    index: RunningIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_feed, "_LIST_AGAIN_S", 0.01)
+    keyspace = await open_keyspace(index.stub)
+    heads, failed = index.engine._listings.heads, asyncio.Event()
+
+    async def fail_once(keyspace: bytes) -> bytes:
+        if not failed.is_set():
+            failed.set()
+            raise StoreUnavailable("Redis is away")
+        await again.wait()
+        return await heads(keyspace)
+
+    again = asyncio.Event()
+    monkeypatch.setattr(index.engine._listings, "heads", fail_once)
+    async with asking(index, keyspace) as one:
+        await failed.wait()
+        await eventually(lambda: one.replica.is_current)
+        assert await one.last(Chain(keyspace)) is MatchedBy.INDEX
+        again.set()
+        await eventually(lambda: one.replica.listing_count)
+        await eventually(lambda: one.replica.is_current)
+        assert await one.last(Chain(keyspace)) is MatchedBy.ABSENT
+
+
+async def test_a_keyspace_opened_later_is_listed_too(index: RunningIndex) -> None:
+    first = await open_keyspace(index.stub)
+    another = index_pb2.OpenKeyspaceRequest(name="later", spec=spec(model_id="another"))
+    second = (await index.stub.OpenKeyspace(another, timeout=TIMEOUT_S)).keyspace_id
+    node = await FakeNode(index.stub).register()
+    stored = Chain(second)
+    await node.announce(stored.added(range(40)))
+    async with asking(index, first) as one:
+        await eventually(lambda: one.replica.listing_count)
+        assert await one.last(stored) is MatchedBy.INDEX
+        one.replica.open_keyspace(second, ShardGrid.of(spec_from_proto(spec())))
+        await eventually(lambda: one.replica.listing_count == 2)
+        assert (await one.match(stored)).matched_chunks == 40
+        assert await one.last(Chain(second)) is MatchedBy.ABSENT
+
+
+async def test_groups_are_listed_once_for_all_who_wait(index: RunningIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+    await node.announce(chain.added(range(40)))
+    listings, reads, may_read = index.engine._listings, 0, asyncio.Event()
+    group_heads = listings._store.group_heads
+
+    async def counted(keyspace: bytes) -> AsyncIterator[list[bytes]]:
+        nonlocal reads
+        reads += 1
+        await may_read.wait()
+        async for some in group_heads(keyspace):
+            yield some
+
+    monkeypatch.setattr(listings._store, "group_heads", counted)
+    first = asyncio.ensure_future(listings.heads(chain.keyspace))
+    await eventually(lambda: reads)
+    others = [asyncio.ensure_future(listings.heads(chain.keyspace)) for _ in range(5)]
+    await eventually(lambda: chain.keyspace in listings._next)
+    may_read.set()
+    assert {await each for each in (first, *others)} == {b"".join(chain.hashes[at] for at in (0, 16, 32))}
+    assert reads == 2, "those who asked while the first was read share one that began later"
+
+
+async def test_groups_of_a_keyspace_that_is_not_known_are_not_listed(index: RunningIndex) -> None:
+    async with asking(index, await open_keyspace(index.stub)) as one:
+        with pytest.raises(KeyspaceUnknown):
+            await anext(one.client.list_chain_groups(secrets.token_bytes(16)))
+
+
 def test_bounds_are_checked() -> None:
-    for wrong in ({"capacity_bytes": 0}, {"max_lag_s": 0.0}):
+    for wrong in ({"capacity_bytes": 0}, {"max_lag_s": 0.0}, {"max_absence_lag_s": 0.0}, {"list_every_s": 0.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ReplicaConfig(**wrong)

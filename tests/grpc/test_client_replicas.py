@@ -1,4 +1,4 @@
-"""Clients of several index replicas, of which one has lost its store: whoever stayed with it would find nothing."""
+"""Clients of several index replicas, of which one has lost its store: clients must not stay with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.client.servers import SPEC
 
 
 async def test_a_replica_that_has_lost_its_store_is_left_for_one_that_has_not() -> None:
-    """Its own connection to Redis is broken, say: it answers, and whoever stayed with it would lose its lease."""
+    """Its own connection to Redis is broken, say: it answers, and a node that stayed with it would lose its lease."""
     cut_off = RedisIndexStore(f"redis://127.0.0.1:{free_port()}/0", timeout_s=0.05)
     async with running_index(cut_off) as first, running_index() as second:
         both = (first.endpoint, second.endpoint)

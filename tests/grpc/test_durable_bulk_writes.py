@@ -18,15 +18,15 @@ def write(store: Served, world: World, numbers: range) -> list[tuple[KvPoolError
         PageToWrite(key=page_key(number), page=memoryview(sealed_page(page_key(number))), metadata=metadata(number))
         for number in numbers
     ]
-    told: dict[int, tuple[KvPoolError | None, bool]] = {}
+    reported: dict[int, tuple[KvPoolError | None, bool]] = {}
 
     def on_page(index: int, admission: Admission, error: KvPoolError | None) -> None:
-        told[index] = error, page_key(numbers[index]) in {page.key for page in stored_pages(world.memory)}
+        reported[index] = error, page_key(numbers[index]) in {page.key for page in stored_pages(world.memory)}
 
     client = PageTransferClient(store.node.bulk_endpoint)
     client.write_pages(KEYSPACES, items, on_page, timeout_s=60)
     client.close()
-    return [told[index] for index in range(len(items))]
+    return [reported[index] for index in range(len(items))]
 
 
 async def test_a_streamed_page_is_answered_when_it_is_durable() -> None:

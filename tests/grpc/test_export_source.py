@@ -83,7 +83,7 @@ async def test_a_page_that_one_node_has_spoilt_or_not_comes_from_another() -> No
     assert failures["PAGE_CORRUPT"] == 1 and failures["no longer there"] > 0
 
 
-async def test_a_node_that_is_gone_is_told_of() -> None:
+async def test_a_node_that_is_gone_is_reported() -> None:
     with new_world() as world:
         async with served(world) as node:
             gone = node.node

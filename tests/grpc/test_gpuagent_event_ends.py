@@ -114,7 +114,7 @@ async def test_a_live_agent_that_ends_a_session_lets_go_at_once() -> None:
         await one.asked()
         hold = session._hold
         assert isinstance(hold, GpuMemoryHold)
-        hold._driver_grace_s = 3600.0  # the agent has said that it has let go, so nobody waits for its driver
+        hold._driver_grace_s = 3600.0  # the agent has said that it has let go, so no one waits for its driver
         await one.agent.engine.close()  # as a drain does
         async with asyncio.timeout(60):
             await session.released.wait()
@@ -170,7 +170,7 @@ async def test_events_that_no_request_may_name() -> None:
             await store(5, 1)
             with pytest.raises(InvalidRequest, match="event slot 5 does not exist"):
                 raise await raw.refusal()
-            # A refused store gives the slot back all the same, and then its event is nobody's.
+            # A refused store gives the slot back all the same, and then its event has no owner.
             await announced(raw, (0, 1))
             await store(0, 1, parent_hash=b"short")
             waited = await raw.next("event_waited")

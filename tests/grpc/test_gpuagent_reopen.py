@@ -111,7 +111,7 @@ async def test_a_session_whose_connection_still_lives_is_superseded() -> None:
         engine.close()
 
 
-async def test_a_session_that_nobody_knows_is_long_gone() -> None:
+async def test_an_unknown_session_is_long_gone() -> None:
     async with running_agent(World()) as agent:
         engine = EngineProcess(agent.endpoint)
         async with raw_engine(agent.endpoint) as first, raw_engine(agent.endpoint) as second:

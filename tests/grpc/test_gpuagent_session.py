@@ -152,7 +152,7 @@ async def test_a_match_names_the_sources_and_counts_what_the_engine_holds() -> N
         engine.close()
 
 
-async def test_an_engine_that_holds_everything_asks_nobody() -> None:
+async def test_an_engine_that_holds_everything_asks_no_agent() -> None:
     world = World()
     async with running_agent(world) as agent:
         engine = EngineProcess(agent.endpoint)

@@ -116,7 +116,7 @@ async def test_a_stream_of_an_old_epoch_is_refused(index: RunningIndex) -> None:
         with pytest.raises(errors.LeaseLost):
             await stream.send(chain.added([0]))
     old.epoch = node.epoch
-    await node.register(anew=True)
+    await node.register(new_incarnation=True)
     async with old.announcing() as stream:
         with pytest.raises(errors.StaleIncarnation):
             await stream.send(chain.added([0]))

@@ -119,7 +119,7 @@ async def test_a_node_lives_from_registration_to_end(index: RunningIndex) -> Non
 async def test_a_newer_process_stops_the_older_one(index: RunningIndex) -> None:
     node = await FakeNode(index.stub).register()
     old = node.incarnation
-    await node.register(anew=True)
+    await node.register(new_incarnation=True)
     assert node.incarnation > old
     stale = FakeNode(index.stub, node.node_id, incarnation=old)
     info = index_pb2.NodeInfo(node_id=node.node_id, kind=node.kind, endpoint="h:1", incarnation=old)

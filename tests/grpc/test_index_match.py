@@ -191,10 +191,10 @@ async def test_locations_leave_with_the_lease(index: RunningIndex, clock: Manual
     assert (await index.stub.Match(chain.query())).matched_chunks == 0
 
 
-async def test_what_nobody_will_answer_for_again_is_cleaned_up(index: RunningIndex, store: GatedStore) -> None:
+async def test_what_will_never_be_answered_again_is_cleaned_up(index: RunningIndex, store: GatedStore) -> None:
     chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
     await node.announce(chain.added(range(20)))
-    await node.register(anew=True)
+    await node.register(new_incarnation=True)
     assert (await index.stub.Match(chain.query())).matched_chunks == 0
     await eventually(lambda: index.metric("kvpool_index_dead_locations_removed_total") == 20)
     reads = [GroupRead(chain.hashes[0], [each[:8] for each in chain.hashes[:16]])]

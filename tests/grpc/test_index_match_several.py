@@ -47,7 +47,7 @@ async def ask(index: RunningIndex, *questions: index_pb2.MatchRequest) -> Any:
     return answer
 
 
-def told(answers: list[ChainMatch | KvPoolError]) -> list[int | str]:
+def reported(answers: list[ChainMatch | KvPoolError]) -> list[int | str]:
     return [each.reason if isinstance(each, KvPoolError) else each.matched_chunks for each in answers]
 
 
@@ -66,7 +66,7 @@ async def test_each_question_has_its_own_answer_and_nodes_are_named_once(index: 
     answer = await ask(index, *questions)
     answers = answers_from_proto(answer)
     refused = "INVALID_REQUEST"
-    assert told(answers) == [20, refused, 5, 0, refused, 2, refused]
+    assert reported(answers) == [20, refused, 5, 0, refused, 2, refused]
     named = [[node.node_id[:1] for node in one.match.nodes] for one in (answer, *answer.more)]
     assert named == [[b"a"], [], [b"b"], [], [], [], []]
     nodes = [sorted(each.nodes) for each in answers if isinstance(each, ChainMatch)]
@@ -80,8 +80,8 @@ async def test_the_first_question_may_be_the_bad_one(index: RunningIndex) -> Non
     await (await FakeNode(index.stub).register()).announce(chain.added(range(5)))
     cut = chain.query(3)
     cut.chunk_hashes += b"x"
-    assert told(answers_from_proto(await ask(index, cut, chain.query(5)))) == ["INVALID_REQUEST", 5]
-    assert told(answers_from_proto(await ask(index, cut, cut))) == ["INVALID_REQUEST"] * 2
+    assert reported(answers_from_proto(await ask(index, cut, chain.query(5)))) == ["INVALID_REQUEST", 5]
+    assert reported(answers_from_proto(await ask(index, cut, cut))) == ["INVALID_REQUEST"] * 2
 
 
 async def test_what_is_about_all_questions_is_said_once(index: RunningIndex) -> None:
@@ -101,7 +101,7 @@ async def test_what_is_about_all_questions_is_said_once(index: RunningIndex) -> 
     assert len((await ask(index, *[chain.query(8)] * 8)).more) == 7, "the limits themselves are served"
 
 
-async def test_the_limit_is_told(index: RunningIndex) -> None:
+async def test_the_limit_is_reported(index: RunningIndex) -> None:
     assert (await index.stub.GetIndexInfo(index_pb2.GetIndexInfoRequest())).max_match_questions == 8
 
 
@@ -121,12 +121,12 @@ async def test_several_questions_are_one_round_of_the_store() -> None:
     assert rounds == [8]
 
 
-async def test_what_nobody_will_answer_for_is_cleaned_up_from_every_question(index: RunningIndex) -> None:
+async def test_what_will_never_be_answered_is_cleaned_up_from_every_question(index: RunningIndex) -> None:
     keyspace = await open_keyspace(index.stub)
     chains = [Chain(keyspace) for _ in range(3)]
     node = await FakeNode(index.stub).register()
     for chain in chains:
         await node.announce(chain.added(range(3)))
-    await node.register(anew=True)
-    assert told(answers_from_proto(await ask(index, *(chain.query(3) for chain in chains)))) == [0, 0, 0]
+    await node.register(new_incarnation=True)
+    assert reported(answers_from_proto(await ask(index, *(chain.query(3) for chain in chains)))) == [0, 0, 0]
     await eventually(lambda: index.metric("kvpool_index_dead_locations_removed_total") == 9)

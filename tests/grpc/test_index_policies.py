@@ -33,16 +33,16 @@ async def opened(index: RunningIndex, name: str = "chat") -> bytes:
     return answer.keyspace_id
 
 
-async def test_a_policy_shows_in_the_list_and_is_told_to_nodes(index: RunningIndex) -> None:
+async def test_a_policy_shows_in_the_list_and_is_reported_to_nodes(index: RunningIndex) -> None:
     keyspace, other = await opened(index), await opened(index, "other")
-    told = await index.stub.SetKeyspacePolicy(index_pb2.SetKeyspacePolicyRequest(name="chat", policy=POLICY))
-    assert told.keyspace_id == keyspace and told.version > 0
+    reported = await index.stub.SetKeyspacePolicy(index_pb2.SetKeyspacePolicyRequest(name="chat", policy=POLICY))
+    assert reported.keyspace_id == keyspace and reported.version > 0
     listed = (await index.stub.ListKeyspaces(index_pb2.ListKeyspacesRequest())).keyspaces
     assert [(one.name, one.HasField("policy")) for one in listed] == [("chat", True), ("other", False)]
-    assert listed[0].policy == common_pb2.VersionedPolicy(keyspace_id=keyspace, policy=POLICY, version=told.version)
+    assert listed[0].policy == common_pb2.VersionedPolicy(keyspace_id=keyspace, policy=POLICY, version=reported.version)
     answer = await index.stub.GetKeyspacePolicies(index_pb2.GetKeyspacePoliciesRequest(keyspace_ids=[other, keyspace]))
     assert list(answer.policies) == [listed[0].policy]
-    assert answer.policy_version == told.version
+    assert answer.policy_version == reported.version
 
 
 async def test_only_a_tenants_own_keyspace_has_a_name_to_set_a_policy_by(index: RunningIndex) -> None:
@@ -77,13 +77,13 @@ async def asked(index: RunningIndex, *keyspaces: bytes) -> index_pb2.GetKeyspace
 
 async def test_what_a_wiped_store_lost_is_put_back_by_nodes(index: RunningIndex) -> None:
     keyspace, node = await opened(index), await FakeNode(index.stub).register()
-    told = await index.stub.SetKeyspacePolicy(index_pb2.SetKeyspacePolicyRequest(name="chat", policy=POLICY))
+    reported = await index.stub.SetKeyspacePolicy(index_pb2.SetKeyspacePolicyRequest(name="chat", policy=POLICY))
     index.engine._policies._policies = MemoryPolicyRegistry(SystemClock())
     assert not (await asked(index, keyspace)).policies
-    one = kept(keyspace, told.version)
+    one = kept(keyspace, reported.version)
     await restored(index, node, one)
     answer = await asked(index, keyspace)
-    assert list(answer.policies) == [one.policy] and answer.policy_version == told.version
+    assert list(answer.policies) == [one.policy] and answer.policy_version == reported.version
 
 
 async def test_only_a_live_node_puts_policies_back_and_only_its_own_tenants(index: RunningIndex) -> None:

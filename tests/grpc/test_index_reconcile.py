@@ -19,7 +19,18 @@ from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.core.entries import EVERY_SHARD, ChunkOperation, NodeEntry, Operation
 from kvpool_index.ports import IndexStore
-from tests.fixtures.index_node import DISK, GRID, STAGING, TIMEOUT_S, Chain, FakeNode, open_keyspace, refusal, spec
+from tests.fixtures.index_node import (
+    DISK,
+    GRID,
+    STAGING,
+    TIMEOUT_S,
+    Chain,
+    FakeNode,
+    held,
+    open_keyspace,
+    refusal,
+    spec,
+)
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
@@ -62,7 +73,7 @@ def expected(chain: Chain, held: dict[int, tuple[int, int, int]]) -> list[int]:
 def replacement(chain: Chain, changes: Sequence[index_pb2.LocationChange], group: int) -> index_pb2.ReplaceRange:
     """All of the range that a group of the chain lies in."""
     first = range_of(chain.hashes[16 * group]) * 16
-    return index_pb2.ReplaceRange(first_bucket=first, last_bucket=first + 15, locations=changes)
+    return index_pb2.ReplaceRange(first_bucket=first, last_bucket=first + 15, held=held(changes))
 
 
 async def replace(node: FakeNode, part: index_pb2.ReplaceRange) -> None:
@@ -111,7 +122,7 @@ async def test_a_range_says_then_what_its_owner_says(index: RunningIndex) -> Non
     assert index.metric("kvpool_index_surplus_locations_removed_total") == 14
 
 
-async def test_what_is_lost_is_told_anew_without_a_walk_over_the_store(index: RunningIndex) -> None:
+async def test_what_is_lost_is_announced_again_without_a_walk_over_the_store(index: RunningIndex) -> None:
     chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
     for tier in (STAGING, DISK):
         await replace(node, replacement(chain, chain.added(range(16), tier=tier), 0))
@@ -220,13 +231,13 @@ async def test_malformed_ranges_are_named(index: RunningIndex) -> None:
         (bucket ^ 1, bucket ^ 1, chain.added([0])),
     ):
         with pytest.raises(errors.InvalidRequest):
-            await replace(node, index_pb2.ReplaceRange(first_bucket=first, last_bucket=last, locations=changes))
+            await replace(node, index_pb2.ReplaceRange(first_bucket=first, last_bucket=last, held=held(changes)))
 
 
 async def test_only_the_live_incarnation_is_compared(index: RunningIndex) -> None:
     node = await FakeNode(index.stub).register()
     first = node.incarnation
-    await node.register(anew=True)
+    await node.register(new_incarnation=True)
     request = index_pb2.ReconcileDigestsRequest(node_id=node.node_id, incarnation=first)
     assert isinstance(await refusal(index.stub.ReconcileDigests(request)), errors.StaleIncarnation)
     request = index_pb2.ReconcileDigestsRequest(node_id=secrets.token_bytes(16), incarnation=5)
@@ -289,7 +300,7 @@ async def test_what_a_node_did_not_name_is_found_without_a_walk(redis_server: Re
         ask(redis_server.port, "CONFIG", "RESETSTAT")
         first = range_of(chain.hashes[0]) * BUCKETS_PER_RANGE
         part = index_pb2.ReplaceRange(first_bucket=first, last_bucket=first + BUCKETS_PER_RANGE - 1)
-        part.locations.extend(chain.added(range(4)))
+        part.held.extend(held(chain.added(range(4))))
         await replace(node, part)
         assert (await index.stub.Match(chain.query())).matched_chunks == 4
         assert (await index.stub.Match(others[0].query())).matched_chunks == 40

@@ -112,7 +112,7 @@ async def test_a_redis_that_hangs_is_as_good_as_down(redis: RedisServer) -> None
         redis.command("CLIENT", "PAUSE", "1000000", "ALL")
 
         async def fail_together() -> bool:
-            """And not one after the other; not told apart while this machine stands still."""
+            """And not one after the other; not distinguished while this machine stands still."""
             started_at_s = time.monotonic()
             for error in await asyncio.gather(*(refusal(index.stub.Match(chain.query())) for _ in range(20))):
                 assert isinstance(error, errors.StoreUnavailable)
@@ -158,7 +158,7 @@ async def test_a_wiped_redis_is_filled_again(index: RunningIndex, redis: RedisSe
     assert await open_keyspace(index.stub) == chain.keyspace
 
 
-async def test_watchers_are_told_of_a_wiped_redis(index: RunningIndex, redis: RedisServer) -> None:
+async def test_watchers_are_notified_of_a_wiped_redis(index: RunningIndex, redis: RedisServer) -> None:
     chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
     call = index.stub.Watch(index_pb2.WatchRequest())
     await eventually(lambda: index.metric("kvpool_index_watchers") == 1)
@@ -241,7 +241,7 @@ async def test_a_server_that_is_no_redis(redis: RedisServer) -> None:
     await server.wait_closed()
 
 
-async def test_a_password_that_a_server_repeats_is_not_told_on() -> None:
+async def test_a_password_that_a_server_repeats_is_not_passed_on() -> None:
     async def without_auth(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(10)
         writer.write(b"-ERR unknown command 'AUTH', with args beginning with: 'secret' \r\n+PONG\r\n$-1\r\n")

@@ -14,7 +14,7 @@ from kvpool.v1 import index_pb2
 from kvpool_index.core.entries import EVERY_SHARD, SPLIT_CHUNKS, ChunkOperation, Operation
 from kvpool_index.engine import announce
 from kvpool_index.ports import IndexStore
-from tests.fixtures.index_node import GRID, TIMEOUT_S, Chain, FakeNode, open_keyspace, refusal
+from tests.fixtures.index_node import GRID, TIMEOUT_S, Chain, FakeNode, held, open_keyspace, refusal
 from tests.fixtures.index_server import RunningIndex
 from tests.fixtures.patience import patient
 from tests.fixtures.redis_server import redis_server as redis_server
@@ -50,7 +50,7 @@ class Fan:
     def span(self, part: int) -> PartSpan:
         return PartSpan(self.chain.keyspace, self.head, part)
 
-    def as_told(self) -> SplitGroup:
+    def as_reported(self) -> SplitGroup:
         """By the definition on the wire."""
         found, place = [0] * PART_COUNT, self.chain.keyspace + self.head
         for chunk in self.held:
@@ -59,7 +59,7 @@ class Fan:
 
     def digest(self) -> int:
         found = 0
-        for digest in self.as_told().digests:
+        for digest in self.as_reported().digests:
             found ^= digest
         return found
 
@@ -76,7 +76,7 @@ async def replace_part(node: FakeNode, fan: Fan, part: int, chunks: Sequence[byt
         keyspace_id=fan.chain.keyspace,
         group_head_hash=fan.head,
         part=part,
-        locations=fan.added(chunks),
+        held=held(fan.added(chunks)),
     )
     async with node.announcing() as stream:
         assert await stream.exchange(index_pb2.AnnounceRequest(replace_part=message)) == 1
@@ -100,14 +100,14 @@ async def test_a_part_says_then_what_its_owner_says(index: RunningIndex) -> None
     other = await FakeNode(index.stub).register()
     await other.announce(fan.added(fan.held[:20]))
     (group,) = await split_groups(index, node, fan.head)
-    assert group == fan.as_told()
+    assert group == fan.as_reported()
     gone, *kept = fan.of_part(part_of(fan.held[1]))
     new = bytes([part_of(gone)]) + secrets.token_bytes(15)
     fan.held.remove(gone)
     fan.held.append(new)
     await replace_part(node, fan, part_of(gone), [*kept, new])
     (group,) = await split_groups(index, node, fan.head)
-    assert group == fan.as_told()
+    assert group == fan.as_reported()
     assert (await digests(node)).digests[range_of(fan.head)] == fan.digest()
     (of_other,) = await split_groups(index, other, fan.head)
     assert sum(map(bool, of_other.digests)) == len({part_of(chunk) for chunk in [gone, *fan.held[:19]]})
@@ -131,11 +131,11 @@ async def test_the_digest_of_a_part_that_lies_is_corrected(index: RunningIndex, 
     fan, node = await announced(index)
     (record,) = await store.nodes.snapshot()
     part = part_of(fan.held[1])
-    true = fan.as_told().digests[part]
+    true = fan.as_reported().digests[part]
     assert await store.locations.correct_part_digest(record.ordinal, fan.span(part), true, 77)
-    assert await split_groups(index, node, fan.head) != [fan.as_told()]
+    assert await split_groups(index, node, fan.head) != [fan.as_reported()]
     await replace_part(node, fan, part, fan.of_part(part))
-    assert await split_groups(index, node, fan.head) == [fan.as_told()]
+    assert await split_groups(index, node, fan.head) == [fan.as_reported()]
     assert (await digests(node)).digests[range_of(fan.head)] == fan.digest()
     assert index.metric("kvpool_index_corrected_digests_total") == 1
 
@@ -147,7 +147,7 @@ async def test_a_report_that_comes_in_between_is_not_hidden_by_the_correction_of
     fan, node = await announced(index)
     (record,) = await store.nodes.snapshot()
     chunk = fan.held[1]
-    part, true = part_of(chunk), fan.as_told().digests[part_of(chunk)]
+    part, true = part_of(chunk), fan.as_reported().digests[part_of(chunk)]
     assert await store.locations.correct_part_digest(record.ordinal, fan.span(part), true, 77)
     original, reports = getattr(store.locations, at), 0
 
@@ -165,10 +165,10 @@ async def test_a_report_that_comes_in_between_is_not_hidden_by_the_correction_of
     with monkeypatch.context() as patch:
         patch.setattr(store.locations, at, report_first)
         await replace_part(node, fan, part, fan.of_part(part))
-    assert await split_groups(index, node, fan.head) != [fan.as_told()], "the next comparison looks again"
+    assert await split_groups(index, node, fan.head) != [fan.as_reported()], "the next comparison looks again"
     await replace_part(node, fan, part, fan.of_part(part))
     assert await matched(index, fan.chain) == 16
-    assert await split_groups(index, node, fan.head) == [fan.as_told()]
+    assert await split_groups(index, node, fan.head) == [fan.as_reported()]
 
 
 async def test_a_replaced_range_leaves_split_groups_alone(index: RunningIndex, store: IndexStore) -> None:
@@ -178,11 +178,11 @@ async def test_a_replaced_range_leaves_split_groups_alone(index: RunningIndex, s
     await node.announce(small.added(range(3)))
     first = range_of(fan.head) * 16
     new = secrets.token_bytes(16)
-    told = [*small.added([0]), *fan.added([new])]
-    await replace(node, index_pb2.ReplaceRange(first_bucket=first, last_bucket=first + 15, locations=told))
+    reported = [*small.added([0]), *fan.added([new])]
+    await replace(node, index_pb2.ReplaceRange(first_bucket=first, last_bucket=first + 15, held=held(reported)))
     fan.held.append(new)
     assert await matched(index, fan.chain) == 16 and await matched(index, small) == 1
-    assert await split_groups(index, node, fan.head) == [fan.as_told()]
+    assert await split_groups(index, node, fan.head) == [fan.as_reported()]
     true = fan.digest() ^ fingerprint(
         small.keyspace + small.hashes[0] + small.hashes[0][:8], holding((0, GRID, 0), GRID)
     )
@@ -194,7 +194,7 @@ async def test_a_replaced_range_leaves_split_groups_alone(index: RunningIndex, s
     for wrong in (77, 0):
         await store.locations.correct_digests(record.ordinal, {number: (true, wrong)})
         await replace(
-            node, index_pb2.ReplaceRange(first_bucket=first, last_bucket=first + 15, locations=small.added([0]))
+            node, index_pb2.ReplaceRange(first_bucket=first, last_bucket=first + 15, held=held(small.added([0])))
         )
         assert (await digests(node)).digests[number] == true, "made of the parts and of what was named"
 
@@ -209,7 +209,7 @@ async def test_many_split_groups_are_named_in_several_answers(
         await node.announce(fan.added(fan.held))
     found = await split_groups(index, node, fans[0].head)
     assert sorted(group.group_head for group in found) == sorted(fan.head for fan in fans)
-    assert {group.group_head: group for group in found} == {fan.head: fan.as_told() for fan in fans}
+    assert {group.group_head: group for group in found} == {fan.head: fan.as_reported() for fan in fans}
     strange = await FakeNode(index.stub).register()
     assert all(not any(group.digests) for group in await split_groups(index, strange, fans[0].head))
 
@@ -224,7 +224,7 @@ async def test_what_is_asked_of_parts_must_make_sense(index: RunningIndex) -> No
             keyspace_id=keyspace,
             group_head_hash=fan.head,
             part=part_of(fan.head),
-            locations=fan.added([fan.head]),
+            held=held(fan.added([fan.head])),
         )
         for name, value in fields.items():
             setattr(part, name, value)

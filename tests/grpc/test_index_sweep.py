@@ -22,7 +22,7 @@ async def test_restarts_leave_nothing_behind(index: RunningIndex, store: IndexSt
     await silent.announce(chain.added(range(4)))
     for _ in range(3):
         await node.announce(chain.added(range(40)))
-        await node.register(anew=True)
+        await node.register(new_incarnation=True)
     await node.announce(chain.added(range(8)))
     assert sorted(await named(store)) == [3] * 32 + [4] * 4 + [5] * 4
     assert await index.engine.sweep() == 3 * 40
@@ -44,5 +44,5 @@ async def test_it_is_done_from_time_to_time() -> None:
     async with running_index(store, config=IndexConfig(sweep_interval_s=0.01)) as index:
         chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
         await node.announce(chain.added(range(4)))
-        await node.register(anew=True)
+        await node.register(new_incarnation=True)
         await eventually(lambda: index.metric("kvpool_index_dead_locations_removed_total") == 4)

@@ -257,6 +257,12 @@ async def test_streams_are_capped_only_when_declared() -> None:
         assert world.echo.finished.is_set()
 
 
+async def test_a_cap_that_passes_before_the_first_answer_is_written_ends_the_call() -> None:
+    async with aio_world(DeadlinePolicy(caps_s={f"/{SERVICE}/Download": 60.0})) as world:
+        failure = await world.client.failure("Download", b"late", timeout_s=None)
+        assert isinstance(error_from_rpc(failure), errors.DeadlineExceeded)
+
+
 @pytest.mark.parametrize("method", ["Unary", "Download"])
 async def test_a_call_whose_request_does_not_come_is_ended(method: str) -> None:
     async with aio_world(DeadlinePolicy(), CallLimits(request_s=0.05)) as world:

@@ -63,7 +63,7 @@ async def test_a_peer_killed_between_reserve_and_commit_leaves_nothing_visible_a
 async def test_a_stopped_peer_loses_its_session_but_keeps_its_slots_until_it_is_gone() -> None:
     clock = ManualClock()
     with new_world(clock=clock) as world:
-        async with served(world, heartbeat_interval_ms=100) as store:
+        async with served(world, heartbeat_interval_ms=1000) as store:  # a peer may stand still for 4 s
             running = store.running
             async with doomed_peer(store, 1) as child:
                 child.send_signal(signal.SIGSTOP)

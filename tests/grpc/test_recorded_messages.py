@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict
 from kvpool.client.fds import offer_fd
 from kvpool.core.cluster import ChainMatch
 from kvpool.testing import eventually
-from kvpool.v1 import gpuagent_pb2, index_pb2, pagestore_pb2
+from kvpool.v1 import common_pb2, gpuagent_pb2, index_pb2, pagestore_pb2
 from kvpool_index.config import IndexConfig
 from tests.fixtures.agent import EngineProcess, World, running_agent
 from tests.fixtures.index_server import running_index
@@ -51,6 +51,20 @@ def test_a_message_means_what_it_meant(message: Recorded) -> None:
 def test_the_record_of_this_release_is_what_it_writes() -> None:
     ours = {name: message.SerializeToString(deterministic=True) for name, message in recorder().messages()}
     assert ours == {name: message.data for name, message in recorded(releases()[-1]).items()}
+
+
+def test_each_field_of_the_api_is_in_the_record_of_this_release() -> None:
+    seen: set[tuple[str, str]] = set()
+    unseen = {
+        (name, field)
+        for file in (common_pb2, gpuagent_pb2, index_pb2, pagestore_pb2)
+        for name, described in file.DESCRIPTOR.message_types_by_name.items()
+        for field in described.fields_by_name
+    }
+    for message in recorded(releases()[-1]).values():
+        parsed = message.parse()
+        seen.update((parsed.DESCRIPTOR.name, field.name) for field, _ in parsed.ListFields())
+    assert not unseen - seen and len(unseen) > 600
 
 
 class RawStream:

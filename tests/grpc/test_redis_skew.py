@@ -64,33 +64,35 @@ async def test_a_node_of_a_kind_that_only_newer_replicas_know_harms_nobody(redis
 
 @pytest.mark.parametrize("release", recorded_redis.releases())
 async def test_what_replicas_of_a_release_kept_is_read_and_changed_by_ours(release: str) -> None:
-    told, record = recorded_redis, recorded_redis.recorded(release)
+    written, record = recorded_redis, recorded_redis.recorded(release)
     with running_redis() as server:
-        await told.restore(server.url, record)
-        store = told.open_store(server.url)
+        await written.restore(server.url, record)
+        store = written.open_store(server.url)
         (node,) = await store.nodes.snapshot()
-        assert (replace(node.info, incarnation=0), node.load, node.alive) == (told.NODE, told.LOAD, True)
-        assert await store.keyspaces.by_id(told.KEYSPACE) == told.BOUND
-        assert await store.keyspaces.of_tenant(TENANT) == [told.BOUND]
-        assert await store.policies.get([told.KEYSPACE]) == [told.POLICY]
-        (value,) = await store.locations.read(told.KEYSPACE, [GroupRead(told.CHUNK, [told.CHUNK[:8]])])
-        assert decode_value(value, told.GRID) == (Entry(node.ordinal, (0, 0b01, told.GRID)),)
+        assert (replace(node.info, incarnation=0), node.load, node.alive) == (written.NODE, written.LOAD, True)
+        assert await store.keyspaces.by_id(written.KEYSPACE) == written.BOUND
+        assert await store.keyspaces.of_tenant(TENANT) == [written.BOUND]
+        assert await store.policies.get([written.KEYSPACE]) == [written.POLICY]
+        (value,) = await store.locations.read(written.KEYSPACE, [GroupRead(written.CHUNK, [written.CHUNK[:8]])])
+        assert decode_value(value, written.GRID) == (Entry(node.ordinal, (0, 0b01, written.GRID)),)
         (chunk,) = await store.events.read(0, ORIGIN, limit=9, wait_s=0)
-        assert [(each.chunk_hash, each.value) for each in unpack_chunks(chunk.payload)] == [(told.CHUNK, value)]
+        assert [(each.chunk_hash, each.value) for each in unpack_chunks(chunk.payload)] == [(written.CHUNK, value)]
         (came,) = await store.events.read(store.events.stream_count - 1, ORIGIN, limit=9, wait_s=0)
         assert unpack_node(came.payload).info == node.info
 
         attempt = RegistrationAttempt(process_id=b"p" * 16, number=1)  # that of the record: it changes nothing
-        grant = await store.nodes.register(told.NODE, last_incarnation=0, lease_ttl_ms=1000, attempt=attempt)
+        grant = await store.nodes.register(written.NODE, last_incarnation=0, lease_ttl_ms=1000, attempt=attempt)
         assert (grant.incarnation, grant.ordinal, grant.is_repeat) == (node.info.incarnation, node.ordinal, True)
         fence = await store.nodes.open_stream(
-            told.NODE.node_id, grant.incarnation, grant.announce_epoch, attempt.process_id
+            written.NODE.node_id, grant.incarnation, grant.announce_epoch, attempt.process_id
         )
-        gone = Operation(ordinal=fence.ordinal, full_shards=told.GRID, removed=EVERY_SHARD)
-        change = ChunkOperation(keyspace=told.KEYSPACE, chunk_hash=told.CHUNK, group_head=told.CHUNK, operation=gone)
+        gone = Operation(ordinal=fence.ordinal, full_shards=written.GRID, removed=EVERY_SHARD)
+        change = ChunkOperation(
+            keyspace=written.KEYSPACE, chunk_hash=written.CHUNK, group_head=written.CHUNK, operation=gone
+        )
         await store.locations.apply(fence, [change])
         await store.close()
-        left = await told.dump(server.url)
+        left = await written.dump(server.url)
     assert [key for key in left if key.startswith(("kvpool:d:", "kvpool:g:"))] == [], "the digest is that of nothing"
 
 

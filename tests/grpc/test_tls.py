@@ -100,7 +100,7 @@ async def test_control_calls_and_streams_work(authority: Authority, tmp_path: Pa
 
 
 class Misfit(NamedTuple):
-    """A server and a client that do not fit, as names of `parties`; what the client is told, and the error's class."""
+    """An incompatible server and client, as names of `parties`; the client's message, and the error's class."""
 
     server: str
     client: str
@@ -166,9 +166,9 @@ async def test_what_does_not_fit_is_explained(misfit: Misfit, parties: dict[str,
             await anext(control.drain(timeout_s=60))
         await control.close()
         transfers = PageTransferClient(endpoint, tls=tls)
-        told = await asyncio.to_thread(read_nothing, transfers)
+        reported = await asyncio.to_thread(read_nothing, transfers)
         transfers.close()
-    for error in (unary, requests.value, answers.value, told[0][0]):
+    for error in (unary, requests.value, answers.value, reported[0][0]):
         assert type(error) is misfit.error
         assert misfit.said in str(error), error
         assert "127.0.0.1" in str(error)
@@ -186,7 +186,7 @@ async def refusal(endpoint: str, tls: TlsCredentials | None) -> KvPoolError:
     return refused.value
 
 
-async def test_what_cannot_fit_soon_is_told_at_once(parties: dict[str, TlsFiles | None]) -> None:
+async def test_what_cannot_fit_soon_is_reported_at_once(parties: dict[str, TlsFiles | None]) -> None:
     """And not when the time of the call is over: certificates do not come to fit by asking again."""
     server, client = parties["good"], parties["other CA"]
     assert server is not None and client is not None
@@ -233,7 +233,7 @@ async def test_health_is_answered_in_the_clear_where_that_was_asked_for(authorit
     await server.stop(0.1)
 
 
-async def test_whoever_reaches_the_port_of_probes_leaves_nothing_there(
+async def test_clients_of_the_probe_port_leave_nothing_behind(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No watches, which last and which a hostile caller could end for others, no idle connections, no logs."""
@@ -257,11 +257,11 @@ async def test_whoever_reaches_the_port_of_probes_leaves_nothing_there(
 
 
 def read_nothing(client: PageTransferClient) -> list[tuple[KvPoolError | None, bool]]:
-    """The answer to a read of a page that nobody has."""
-    told: list[tuple[KvPoolError | None, bool]] = []
+    """The answer to a read of a page that does not exist."""
+    reported: list[tuple[KvPoolError | None, bool]] = []
     page = [PageToRead(key=page_key(1), destination=memoryview(bytearray(PAGE_BYTES)))]
-    client.read_pages(KEYSPACES, page, lambda at, error, hit: told.append((error, hit)), timeout_s=60)
-    return told
+    client.read_pages(KEYSPACES, page, lambda at, error, hit: reported.append((error, hit)), timeout_s=60)
+    return reported
 
 
 async def test_who_does_not_shake_hands_is_sent_away(authority: Authority, tmp_path: Path) -> None:

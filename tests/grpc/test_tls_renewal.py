@@ -83,8 +83,8 @@ async def test_a_renewed_certificate_is_served_without_a_restart(authority: Auth
         assert registry.get_sample_value("kvpool_index_certificate_reload_failures_total") == 1
 
 
-async def test_clients_connect_anew_with_what_was_renewed(authority: Authority, tmp_path: Path) -> None:
-    """A new CA on both sides: only who has read everything anew gets through. A stream goes on, or begins anew."""
+async def test_clients_reconnect_with_what_was_renewed(authority: Authority, tmp_path: Path) -> None:
+    """A new CA on both sides: only clients that read all files again get through. A stream goes on or is reopened."""
     server_files, files = authority.issue(tmp_path / "server"), authority.issue(tmp_path / "client")
     tls = TlsCredentials(files)
     async with AsyncExitStack() as stack:

@@ -111,10 +111,10 @@ async def test_one_request_is_one_trace_across_all_services(log_lines: io.String
     assert one("pagestore.acquire").attributes["kvpool.pages.remote"] == CHUNKS
     assert all(span.status.status_code is not trace.StatusCode.ERROR for _, span in collector.spans(trace_id))
     lines = [json.loads(line) for line in log_lines.getvalue().splitlines()]
-    told = {line["logger"]: line for line in lines if line.get("trace_id") == f"{trace_id:032x}"}
+    reported = {line["logger"]: line for line in lines if line.get("trace_id") == f"{trace_id:032x}"}
     spans = {f"{span.context.span_id:016x}" for _, span in collector.spans(trace_id)}
     for part in ("kvpool_gpuagent", "kvpool_index", "kvpool_pagestore"):
-        line = next(line for logger, line in told.items() if logger.startswith(part))
+        line = next(line for logger, line in reported.items() if logger.startswith(part))
         assert line["span_id"] in spans
         assert line["request_id"] > 0
 
@@ -166,7 +166,7 @@ async def test_a_page_on_disk_is_promoted_as_a_part_of_the_request() -> None:
     assert collector.attributes("pagestore.acquire", trace_id)["kvpool.pages.disk"] == CHUNKS
 
 
-async def test_no_span_tells_what_a_prompt_says() -> None:
+async def test_no_span_reveals_a_prompt() -> None:
     collector = Collector()
     async with traced_index(collector) as index, traced_host("a", index, collector) as a:
         pool, engine = await a.open_pool()
@@ -174,12 +174,12 @@ async def test_no_span_tells_what_a_prompt_says() -> None:
         await store(pool, engine, chain)
         await load_as_one_request(a, pool, engine)
         await pool.close()
-    told = " ".join(str(dict(span.attributes or {})) for _, span in collector.spans())
-    assert chain.hashes[0].hex() not in told
+    reported = " ".join(str(dict(span.attributes or {})) for _, span in collector.spans())
+    assert chain.hashes[0].hex() not in reported
     assert all(
         not isinstance(value, tuple) for _, span in collector.spans() for value in (span.attributes or {}).values()
     )
-    assert not any(str(token) in told for token in TOKENS[:8])
+    assert not any(str(token) in reported for token in TOKENS[:8])
 
 
 async def test_unary_calls_tell_their_status_and_housekeeping_begins_no_trace() -> None:
@@ -199,7 +199,7 @@ async def test_unary_calls_tell_their_status_and_housekeeping_begins_no_trace() 
     assert collector.named("kvpool.v1.IndexService/Place")[0].parent is None
 
 
-async def test_an_acquire_whose_session_ends_is_told_too() -> None:
+async def test_an_acquire_whose_session_ends_is_reported_too() -> None:
     """Who looks into a request that was cut off wants to see what it waited for."""
     collector, gate, pulling = Collector(), threading.Event(), threading.Event()
 
@@ -218,11 +218,11 @@ async def test_an_acquire_whose_session_ends_is_told_too() -> None:
                 await session._stream.abort("the engine was killed")
                 await eventually(lambda: store.running.engine.gauges().sessions == 0)
             gate.set()
-    told = collector.attributes("pagestore.acquire")
-    assert (told["error.type"], told["kvpool.pages"]) == ("STOPPED", 1)
+    reported = collector.attributes("pagestore.acquire")
+    assert (reported["error.type"], reported["kvpool.pages"]) == ("STOPPED", 1)
 
 
-async def test_a_refused_page_stream_tells_its_status() -> None:
+async def test_a_refused_page_stream_reports_its_status() -> None:
     collector = Collector()
     async with traced_index(collector) as index, traced_host("a", index, collector) as a:
         bulk_endpoint = a.node.bulk_endpoint
@@ -230,5 +230,5 @@ async def test_a_refused_page_stream_tells_its_status() -> None:
             read: Any = channel.unary_stream("/kvpool.v1.PageTransferService/ReadPages")
             with pytest.raises(grpc.aio.AioRpcError):
                 await read(pagestore_pb2.ReadPagesRequest(keys=[b"short"]).SerializeToString()).read()
-    told = collector.attributes("kvpool.v1.PageTransferService/ReadPages")
-    assert (told["error.type"], told["rpc.grpc.status_code"]) == ("INVALID_REQUEST", 3)
+    reported = collector.attributes("kvpool.v1.PageTransferService/ReadPages")
+    assert (reported["error.type"], reported["rpc.grpc.status_code"]) == ("INVALID_REQUEST", 3)

@@ -77,9 +77,9 @@ def test_spans_of_a_process_reach_a_collector(tmp_path: Path) -> None:
         (span,) = collector.spans
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     assert span.name == "kvpool.v1.IndexService/ListKeyspaces"
-    told = {one.key: one.value for one in span.attributes}
-    assert told["rpc.system"].string_value == "grpc"
-    assert told["rpc.grpc.status_code"].int_value == 0
+    reported = {one.key: one.value for one in span.attributes}
+    assert reported["rpc.system"].string_value == "grpc"
+    assert reported["rpc.grpc.status_code"].int_value == 0
     assert collector.resources["service.name"] == "kvpool-index"
     assert collector.resources["deployment.environment.name"] == "test"
 

@@ -16,7 +16,7 @@ from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind
 from kvpool.core.errors import KvPoolError, NotServed, WireVersionRefused
 from kvpool.core.outcome import Admission
-from kvpool.core.page import PageFault, PageFaultKind, PageKey, parse_header
+from kvpool.core.page import PageFault, PageKey, verify
 from kvpool.v1 import common_pb2, gpuagent_pb2, index_pb2, pagestore_pb2
 from kvpool_index.config import IndexConfig
 from tests.fixtures.agent import EngineProcess, World, running_agent
@@ -232,7 +232,7 @@ def of_next_layout(key: PageKey) -> bytes:
 
 
 async def test_a_page_of_another_layout_is_counted_and_never_visible() -> None:
-    assert parse_header(of_next_layout(page_key(1))) == PageFault(PageFaultKind.WRONG_VERSION)
+    assert verify(of_next_layout(page_key(1)), page_key(1)) is PageFault.WRONG_VERSION
     with new_world() as world:
         async with served(world) as store:
             session = await store.open()

@@ -9,13 +9,14 @@ from functools import partial
 
 import pytest
 
+from kvpool.connectors.vllm.agent_connection import AgentConnection
 from kvpool.connectors.vllm.kv_groups import KvCacheGroup
-from kvpool.connectors.vllm.link import PoolLink
-from kvpool.connectors.vllm.scheduler import SchedulerSide
+from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.testing import eventually
 from tests.fixtures.agent import BLOCK_TOKENS, CLIENT, SPEC, Agent, EngineProcess, World, running_agent
 from tests.fixtures.agent import run_store as store_span
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.connectors.vllm_fakes import FakeRequest, a_request
 
 CHUNKS = 3
@@ -26,7 +27,7 @@ BLOCKS = list(range(CHUNKS * SPEC.chunk_tokens // BLOCK_TOKENS + 1))
 class Scheduler:
     """A scheduler's side, and a request whose prompt was stored."""
 
-    side: SchedulerSide
+    side: ConnectorScheduler
     request: FakeRequest
     world: World
     agent: Agent
@@ -45,8 +46,8 @@ class Scheduler:
         """The request is matched, gets no blocks, and has a lease."""
         self.side.on_new_request(self.request)
         await eventually(partial(_planned, self.side, self.request))
-        tokens = self.side.matched_tokens(self.request, 0)
-        self.side.build({}, (), lambda _: [BLOCKS])
+        tokens = self.side.get_num_new_matched_tokens(self.request, 0)
+        self.side.build_jobs({}, (), lambda _: [BLOCKS])
         await eventually(lambda: self.held == CHUNKS)
         assert tokens is not None
         return tokens
@@ -59,22 +60,24 @@ async def scheduler() -> AsyncIterator[Scheduler]:
         world.index.answer = world.pages_here
         engine = EngineProcess(agent.endpoint)
         worker = await engine.open()
-        link = PoolLink(lambda: [replace(engine.plan, regions=(), match_only=True)], CLIENT)
-        await eventually(lambda: link.pools)
+        connection = AgentConnection(lambda: [replace(engine.plan, regions=(), match_only=True)], CLIENT)
+        await eventually(lambda: connection.pools)
         request = a_request(CHUNKS * SPEC.chunk_tokens + 1)
-        chain = link.pools[0].prompt(request.all_token_ids)
+        chain = connection.pools[0].prompt(request.all_token_ids)
         engine.compute(chain, range(CHUNKS))
         await store_span(worker, engine.span(chain, range(CHUNKS)))
-        settings = VllmSettings(agent=agent.endpoint, chunk_tokens=SPEC.chunk_tokens, min_load_tokens=1)
-        side = SchedulerSide(
+        settings = VllmSettings(
+            agent=agent.endpoint, chunk_tokens=SPEC.chunk_tokens, min_load_tokens=1, match_timeout_s=PATIENCE_S
+        )
+        side = ConnectorScheduler(
             settings,
-            link,
+            connection,
             [KvCacheGroup(block_tokens=BLOCK_TOKENS, chunk_bytes=1 << 17)],
             worker_count=1,
-            shares_blocks=True,
+            prefix_caching=True,
         )
         yield Scheduler(side, request, world, agent)
-        assert await asyncio.to_thread(link.close)
+        assert await asyncio.to_thread(connection.close)
         await worker.close()
         engine.close()
     assert all(not pool.slots_out for pool in world.pools)
@@ -83,15 +86,15 @@ async def scheduler() -> AsyncIterator[Scheduler]:
 async def test_a_lease_is_held_while_the_request_waits_and_until_its_load_has_ended(scheduler: Scheduler) -> None:
     tokens = await scheduler.waits()
     scheduler.side.allocated(scheduler.request, [BLOCKS], tokens)
-    scheduler.side.build({}, (), lambda _: [BLOCKS])
+    scheduler.side.build_jobs({}, (), lambda _: [BLOCKS])
     assert scheduler.held == CHUNKS
-    scheduler.side.received(["r"])
+    scheduler.side.finished_recving(["r"])
     await eventually(lambda: not scheduler.held)
 
 
 async def test_an_aborted_request_has_no_lease(scheduler: Scheduler) -> None:
     await scheduler.waits()
-    scheduler.side.finished(scheduler.request, [[]], "FINISHED_ABORTED")
+    scheduler.side.request_finished(scheduler.request, [[]], "FINISHED_ABORTED")
     await eventually(lambda: not scheduler.held)
 
 
@@ -99,8 +102,8 @@ async def test_a_lease_that_is_given_back_before_it_was_sent_is_not_kept(schedul
     side, request = scheduler.side, scheduler.request
     side.on_new_request(request)
     await eventually(partial(_planned, side, request))
-    side.build({}, (), lambda _: [BLOCKS])
-    side.finished(request, [[]], "FINISHED_ABORTED")
+    side.build_jobs({}, (), lambda _: [BLOCKS])
+    side.request_finished(request, [[]], "FINISHED_ABORTED")
     await eventually(lambda: scheduler.leased_chunks == CHUNKS)
     await eventually(lambda: not scheduler.held)
 
@@ -109,5 +112,5 @@ async def test_a_scheduler_that_closes_leaves_no_lease(scheduler: Scheduler) -> 
     await scheduler.waits()
 
 
-async def _planned(side: SchedulerSide, request: FakeRequest) -> bool:
-    return bool(side.matched_tokens(request, 0))
+async def _planned(side: ConnectorScheduler, request: FakeRequest) -> bool:
+    return bool(side.get_num_new_matched_tokens(request, 0))

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from kvpool.client.engine_registration import EngineRegistration
+from kvpool.connectors.vllm.agent_connection import AgentConnection
 from kvpool.connectors.vllm.cache_memory import CacheMemory, cache_memory
-from kvpool.connectors.vllm.link import PoolLink
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.worker import WorkerSide
-from kvpool.connectors.vllm.worker_stores import WorkerGroup
+from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreJob, block_id_array
+from kvpool.connectors.vllm.worker import ConnectorWorker
+from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
 from kvpool.core.geometry import OpaqueLayout, PayloadKind
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.partition import rank_part
@@ -38,8 +38,8 @@ class Rank:
 
     tensors: list[torch.Tensor]
     memory: CacheMemory
-    link: PoolLink
-    worker: WorkerSide
+    connection: AgentConnection
+    worker: ConnectorWorker
 
     def bits(self, blocks: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         """[layer, block, head, ...] as bytes."""
@@ -47,41 +47,41 @@ class Rank:
 
     async def store(self, blocks: Sequence[int], chunks: int) -> None:
         """Until the blocks are given back and the store has ended."""
-        order = StoreOrder(
+        job = StoreJob(
             number=1,
             request_id="r",
             hashes=b"".join(HASHES[:chunks]),
             token_count=999,
-            block_ids=packed_blocks(blocks),
+            block_ids=block_id_array(blocks),
             first_chunk=0,
             end_chunk=chunks,
         )
-        self.worker.start_stores(StepOrders(step=1, stores=[order], release=["r"]))
-        await eventually(lambda: self.worker.take_released() == {"r"})
-        await eventually(lambda: bool(self.worker.take_ends()))
+        self.worker.start_stores(StepJobs(step=1, stores=[job], release=["r"]))
+        await eventually(lambda: self.worker.take_finished_sending() == {"r"})
+        await eventually(lambda: bool(self.worker.take_reports()))
 
-    async def load(self, blocks: Sequence[int], *, first_token: int = 0) -> LoadEnd:
+    async def load(self, blocks: Sequence[int], *, first_token: int = 0) -> LoadReport:
         """All three chunks, from the chunk of first_token on."""
-        order = LoadOrder(
+        job = LoadJob(
             request_id="q",
             hashes=b"".join(HASHES),
             token_count=999,
-            block_ids=packed_blocks(blocks),
+            block_ids=block_id_array(blocks),
             first_chunk=first_token // CHUNK,
             end_chunk=3,
             first_token=first_token,
             end_token=3 * CHUNK,
             timeout_s=60,
         )
-        self.worker.start_loads(StepOrders(step=2, loads=[order]))
-        await eventually(lambda: self.worker.take_received() == {"q"})
-        (end,) = self.worker.take_ends()
-        assert isinstance(end, LoadEnd)
+        self.worker.start_loads(StepJobs(step=2, loads=[job]))
+        await eventually(lambda: self.worker.take_finished_recving() == {"q"})
+        (end,) = self.worker.take_reports()
+        assert isinstance(end, LoadReport)
         return end
 
     async def close(self) -> None:
         """In a thread: the agent, which answers, is on this loop."""
-        assert await asyncio.to_thread(self.link.close)
+        assert await asyncio.to_thread(self.connection.close)
         self.memory.close()
 
 
@@ -118,18 +118,18 @@ def rank(
         layout=memory.layout,
         regions=memory.regions,
     )
-    link = PoolLink(lambda: [plan], CLIENT)
-    worker = WorkerSide(
+    connection = AgentConnection(lambda: [plan], CLIENT)
+    worker = ConnectorWorker(
         VllmSettings(agent=endpoint, chunk_tokens=CHUNK),
-        link,
-        [WorkerGroup(block_tokens=BLOCK, chunk_bytes=1, work=memory.work, split=memory.split)],
+        connection,
+        [WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=1, step_events=memory.step_events, split=memory.split)],
         load_only=False,
     )
-    return Rank(tensors, memory, link, worker)
+    return Rank(tensors, memory, connection, worker)
 
 
 async def opened(*ranks: Rank) -> None:
-    await eventually(lambda: all(one.link.pools for one in ranks))
+    await eventually(lambda: all(one.connection.pools for one in ranks))
 
 
 @pytest.mark.parametrize(

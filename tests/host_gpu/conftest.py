@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.patience import patient_agents
 
 if torch.cuda.is_available():
     collect_ignore_glob = ["*"]
@@ -21,5 +21,4 @@ else:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What agents wait for each other is not what these tests are about, and the machine may stand still."""
-    for name in ("engine.peers.LEASE_TIMEOUT_S", "engine.peers.CHECK_TIMEOUT_S", "servicer.RETURN_TIMEOUT_S"):
-        monkeypatch.setattr(f"kvpool_gpuagent.{name}", PATIENCE_S)
+    patient_agents(monkeypatch)

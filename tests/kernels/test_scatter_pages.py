@@ -34,7 +34,7 @@ def check(
     blocks: Tensor,
     skips: list[int],
 ) -> None:
-    """That the kernel leaves every byte of all buffers as the reference does, which is told to skip so many tokens."""
+    """That the kernel leaves every byte of all buffers as the reference does, which is asked to skip so many tokens."""
     before = [buffer.clone() for buffer in cache.buffers]
     scatter_pages_reference(cache.views, blocks, places.rows_of(pages.payloads), torch.tensor(skips))
     expected = [buffer.clone() for buffer in cache.buffers]

@@ -111,11 +111,11 @@ def test_strangers_are_refused(prod: Prod) -> None:
 
 
 @pytest.mark.parametrize("workload", ["deployment/kvpool-index", "statefulset/kvpool-pagestore", "deployment/vllm"])
-def test_nobody_notices_a_rolling_restart(prod: Prod, workload: str) -> None:
+def test_a_rolling_restart_is_not_noticed(prod: Prod, workload: str) -> None:
     prod.story.go_through(f"prod: rolling restart of {workload}", lambda: prod.kube.restart(NAMESPACE, workload))
 
 
-def test_nobody_notices_a_failover_of_redis(prod: Prod) -> None:
+def test_a_failover_of_redis_is_not_noticed(prod: Prod) -> None:
     def master() -> str:
         return prod.kube.execute(
             NAMESPACE,

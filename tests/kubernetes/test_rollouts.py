@@ -39,5 +39,5 @@ def story(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stor
 
 
 @pytest.mark.parametrize("happening", HAPPENINGS)
-def test_nobody_notices(story: Story, kube: Kube, happening: str) -> None:
+def test_it_is_not_noticed(story: Story, kube: Kube, happening: str) -> None:
     story.go_through(f"dev: {happening}", lambda: HAPPENINGS[happening](kube))

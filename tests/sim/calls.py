@@ -24,7 +24,7 @@ CALLER: ContextVar[str] = ContextVar("caller", default="")
 
 _Coders = tuple[Any, Any]  # of requests, and of answers
 _END = object()  # of a direction of a stream
-_GONE = (grpc.StatusCode.UNAVAILABLE, "nobody listens there")
+_GONE = (grpc.StatusCode.UNAVAILABLE, "no server listens there")
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, "the connection broke")
 
 
@@ -186,9 +186,9 @@ class Call:
 
     def _forget(self) -> None:
         if self._server is not None and self._server_over and self._status is not None:
-            for process, told in ((self._server, self._server_died), (self._client, self._client_died)):
-                if told in process.on_kill:
-                    process.on_kill.remove(told)
+            for process, reported in ((self._server, self._server_died), (self._client, self._client_died)):
+                if reported in process.on_kill:
+                    process.on_kill.remove(reported)
 
     # The server's side
 
@@ -204,7 +204,7 @@ class Call:
             return
         method = self._network.handlers[self._endpoint].get(self._path)
         if method is None:
-            raise Violation(f"nobody serves {self._path} at {self._endpoint}")
+            raise Violation(f"no process serves {self._path} at {self._endpoint}")
         self._handler = self._network.loop.spawn(self._server, self._serve(method), f"{self._path}")
 
     def _end_server(self) -> None:

@@ -44,7 +44,7 @@ def check_always(world: World, clients: list[ClientNode]) -> None:
 
 
 def what_is_left(world: World, clients: list[ClientNode]) -> list[str]:
-    """Everything that must vanish by itself when nobody asks for anything and nothing fails."""
+    """Everything that must vanish by itself when there are no requests and no failures."""
     left = [f"{client.name} runs {client.operation}" for client in clients if client.alive]
     for store in world.pagestores:
         if not store.serving or store.engine is None:

@@ -150,7 +150,7 @@ class ClientNode:
                 raise self._violation("its session ended, and nothing was wrong but that disks were slow")
             # All copies of earlier operations have ended: the holds of this client are gone.
             drained = self.world.rng.random() < 0.8
-            self._session = None  # after a failure: a new one, and the kernel tells of the old one when we leave
+            self._session = None  # after a failure: a new one, and the kernel reports the old one when we leave
             self._session = await session.reopen(drained=drained)
             expected = session._plan.expected_incarnation  # the same that the first session was opened with
             if expected not in (0, self._session.incarnation):

@@ -61,7 +61,7 @@ class SimPageStore:
     """A ports.PageStore over a SimDisk, for one process. `pause` may take time in the middle of a call.
 
     sync: takes the time of one on a slow disk.
-    check: told of every page that is about to become durable.
+    check: called with every page that is about to become durable.
     """
 
     def __init__(

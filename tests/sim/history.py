@@ -189,7 +189,7 @@ class _History:
                 raise Violation(f"after {_SETTLE_S:g} calm seconds there is still: {'; '.join(left)}")
 
     async def _load_everything(self) -> None:
-        """Whatever is still there is right, and the index tells where it is."""
+        """Whatever is still there is right, and the index knows where it is."""
         world = self._world
         for watcher in self._watchers:
             watcher.end_pauses()
@@ -246,7 +246,7 @@ def _redis(loop: SimLoop, network: Network) -> SimRedis:
 
 
 class _Watcher(logging.Handler):
-    """Failures that the services log and survive: an error that nobody planned is a bug."""
+    """Failures that the services log and survive: an unplanned error is a bug."""
 
     def __init__(self, trace: Callable[[str], None] | None) -> None:
         super().__init__(logging.ERROR if trace is None else logging.INFO)

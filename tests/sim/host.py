@@ -60,7 +60,7 @@ class SimHost:
         raise Violation(self.violations[-1])
 
     def hold(self, process: Process, segment_id: int, offset: int, size_bytes: int, *, writes: bool) -> Hold:
-        """A client begins to touch a slot. Nobody else may be touching it, readers beside readers excepted."""
+        """A client begins to touch a slot. No one else may be touching it, readers beside readers excepted."""
         made = Hold(process, segment_id, offset, offset + size_bytes, writes)
         for other in self.holds:
             if other.overlaps(made) and (writes or other.writes) and other.process.alive:
@@ -225,7 +225,7 @@ class SimSegmentMap:
         loop: SimLoop = network.loop
         known = type(self).servers.get(self._socket_path)
         if known is None or not known[0].alive:
-            raise ServiceUnavailable(f"nobody listens at {self._socket_path}")
+            raise ServiceUnavailable(f"no server listens at {self._socket_path}")
         process, host, arena, fetch = known
         done = loop.create_future()
         client = self._process

@@ -102,7 +102,7 @@ def _forget_quarantine() -> AbstractContextManager[object]:
 
 
 def _serve_old_incarnations() -> AbstractContextManager[object]:
-    """Whoever expects an earlier process of the node is served by this one."""
+    """A caller that expects an earlier process of the node is served by this one."""
     return mock.patch.object(PageStoreEngine, "check_incarnation", lambda self, expected: None)
 
 
@@ -200,7 +200,7 @@ def _one_request_at_a_time() -> AbstractContextManager[object]:
 
 
 def _any_tenants_keyspace() -> AbstractContextManager[object]:
-    """The index answers about a keyspace whoever asks."""
+    """The index answers about a keyspace to any caller."""
 
     async def get(self: KeyspaceService, tenant: str, keyspace: bytes) -> Any:
         known = await self.find(keyspace)
@@ -230,7 +230,7 @@ def _forget_lost_copies() -> AbstractContextManager[object]:
 
 
 def _forget_events() -> AbstractContextManager[object]:
-    """Of the chunks of a batch only the first is told to watchers."""
+    """Of the chunks of a batch only the first is sent to watchers."""
     true_log = AnnounceService._log
 
     async def log(self: AnnounceService, states: Sequence[Any]) -> None:

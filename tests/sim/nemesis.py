@@ -71,7 +71,7 @@ class Nemesis:
             if drain is not None and drain.state is DrainState.DRAINED:
                 store.crash()
             if not store.alive:
-                store.crash()  # also one that a planned kill ended: the rest of the world is told
+                store.crash()  # also one that a planned kill ended: the rest of the world is notified
                 store.start()
             elif drain is not None and drain.state is DrainState.DRAINING:
                 self._world.loop.spawn(store.process, _cancelled(drain), "cancel drain")

@@ -110,7 +110,7 @@ class PageStoreNode:
         others = [one.disk for one in self.world.pagestores if one is not self]
         for key in [key for key in self.disk.written if key.keyspace + key.chunk_hash in names]:
             if not any(_has_had(one, key) for one in others) and key not in self.disk.damaged:
-                self.world.violations.append(f"{self.name} is drained, and nobody else has page {key}")
+                self.world.violations.append(f"{self.name} is drained, and no other node has page {key}")
         self.world.drains_done += 1
 
     # Inside
@@ -273,7 +273,7 @@ class PageStoreNode:
         )
 
     def _watch_slots(self, engine: PageStoreEngine) -> None:
-        """Poison every slot that becomes free, and see that nobody is touching it."""
+        """Poison every slot that becomes free, and check that no one is touching it."""
         space, host = engine._table.space, self.host
         free = space.free
 

@@ -54,7 +54,7 @@ class SimPeers:
         serving = self._begin(source, answers, puller, serve)
         unsettled = set(range(len(items)))
         ends_at_s = loop.time() + deadline_s
-        broken: KvPoolError | None = None if serving else ServiceUnavailable("nobody listens there")
+        broken: KvPoolError | None = None if serving else ServiceUnavailable("no server listens there")
         if stop is not None:
             stop.on_cancel(lambda: loop.call_soon_threadsafe(answers.put_nowait, (-1, None, None, False)))
         try:
@@ -117,7 +117,7 @@ class SimPeers:
         serving = self._begin(target, answers, current_process(), serve)
         unsettled = set(range(len(items)))
         ends_at_s = loop.time() + deadline_s
-        broken: KvPoolError | None = None if serving else ServiceUnavailable("nobody listens there")
+        broken: KvPoolError | None = None if serving else ServiceUnavailable("no server listens there")
         stop.on_cancel(lambda: loop.call_soon_threadsafe(answers.put_nowait, (-1, None, None, False)))
         try:
             while unsettled and broken is None and not stop.cancelled:

@@ -111,7 +111,7 @@ def wait_for(loop: SimLoop, work: Coroutine[Any, Any, T]) -> T:
 
 
 class SimWorkers:
-    """A pagestore's ports.Workers. `delay_s` gives the time until a call begins, and again until its result is told."""
+    """A pagestore's ports.Workers. `delay_s` gives the time until a call begins, and until its result is delivered."""
 
     def __init__(
         self,

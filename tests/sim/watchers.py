@@ -44,7 +44,9 @@ class Watcher:
         self._alive: dict[bytes, int] = {}  # incarnations of nodes, as far as events named them
         self._replica: LocationReplica | None = None
         self.resync_count = 0
-        self._resynced_to: tuple[str, ...] = ()  # the last entry of each stream of chunks that the last RESYNC covers
+        # The last entry of each stream of chunks before what it gets since its beginning or the last RESYNC; None: not
+        # known before the next event.
+        self._begins_after: tuple[str, ...] | None = None
 
     def start(self) -> None:
         self._world.loop.spawn(self._process, self._run(), self.name)
@@ -58,8 +60,8 @@ class Watcher:
         if self._is_replica:
             return self._stale_in_replica(truth)
         for chunk, seen in self._seen.items():
-            if seen.version < self._version_before_resync(chunk):
-                continue  # an older event than one that was lost: a receiver is to ask the index
+            if seen.version < self._version_before_beginning(chunk):
+                continue  # an older event than one that it did not get: a receiver is to ask the index
             named, there = {_holding(one) for one in seen.locations if self._counts(one)}, truth(chunk)
             missed = {holding for holding in there - named if not self._has_returned(holding[0])}
             if named - there or (missed and not self._world.events_may_lack):
@@ -82,7 +84,7 @@ class Watcher:
         )
         index = IndexClient(config)
         if self._is_replica:
-            self._replica = LocationReplica(index, ReplicaConfig(), clock=SimClock(world.loop))
+            self._replica = LocationReplica(index, ReplicaConfig(list_every_s=5.0), clock=SimClock(world.loop))
             self._replica.open_keyspace(KEYSPACE, GRID)
         while True:
             try:
@@ -98,6 +100,9 @@ class Watcher:
                 await asyncio.sleep(world.some_s(0.3))
 
     def _take(self, event: IndexEvent) -> None:
+        position = Position.parse(event.position).entry_ids[:-1] if event.position else None
+        if self._begins_after is None or isinstance(event.event, ResyncEvent):
+            self._begins_after = position
         match event.event:
             case ChunkEvent() as chunk:
                 known = self._seen.get(chunk.chunk_hash[:8])
@@ -107,15 +112,14 @@ class Watcher:
                 self._alive[node.node_id] = node.incarnation if alive else 0
             case ResyncEvent():
                 self.resync_count += 1
-                self._resynced_to = Position.parse(event.position).entry_ids[:-1] if event.position else ()
                 self._seen.clear()
 
-    def _version_before_resync(self, chunk: bytes) -> int:
-        """The newest of the chunk's events that the last RESYNC took the place of."""
+    def _version_before_beginning(self, chunk: bytes) -> int:
+        """The newest of the chunk's events that came before the watch, or that the last RESYNC took the place of."""
         streams = self._world.redis.store.events._streams
         versions = [
             state.version
-            for entries, last_id in zip(streams, self._resynced_to, strict=False)
+            for entries, last_id in zip(streams, self._begins_after or (), strict=False)
             for entry in entries
             if entry_order(entry.entry_id) <= entry_order(last_id)
             for state in unpack_chunks(entry.payload)
@@ -137,6 +141,8 @@ class Watcher:
         if replica is None or not replica.is_current:
             return f"{self.name} does not hear that it is current"
         for chain in self._world.chains:
+            if replica._table.is_absent(_query(chain), self._world.loop.time()) and truth(chunk_hash(chain, 0)[:8]):
+                return f"{self.name}: the replica calls chain {chain} absent"
             position = 0
             for run in replica._table.match(_query(chain), self._world.loop.time()).runs:
                 for _ in range(run.chunk_count):

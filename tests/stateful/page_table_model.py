@@ -76,7 +76,7 @@ class PageTableModel(RuleBasedStateMachine):
             self.add_session(tenant)
 
     def note(self, changed: StagingChanged) -> None:
-        self.events.append((changed.record.key, changed.present))
+        self.events += [(record.key, changed.present) for record in changed.records]
 
     # What the model knows
 
@@ -151,7 +151,7 @@ class PageTableModel(RuleBasedStateMachine):
     # Invariants
 
     @invariant()
-    def nobody_loses_or_shares_bytes(self) -> None:
+    def no_page_loses_or_shares_bytes(self) -> None:
         """A held slot still holds the page it was granted for, and no two pages overlap."""
         if not hasattr(self, "table"):
             return

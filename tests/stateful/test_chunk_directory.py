@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import reduce
 from operator import xor
 from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpool.core.cluster import LocationChange
 from kvpool.core.location_digest import ChunkPlaces, HeldChunk, PartSpan, fingerprint, holding, part_of, range_of
@@ -36,6 +36,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.patches = [
             mock.patch.object(chunk_table, "_BUCKET_CHUNKS", 2),
             mock.patch.object(chunk_directory, "_STEP_CHUNKS", 1),
+            mock.patch.object(chunk_directory, "_LOAD_CHUNKS", 2),
             mock.patch.object(chunk_directory, "_COUNTED_CHUNKS", 4),
             mock.patch.object(chunk_directory, "_LARGE_GROUP_CHUNKS", 6),
         ]
@@ -49,11 +50,14 @@ class DirectoryMachine(RuleBasedStateMachine):
     # LocationTruth
 
     def chunks(self) -> Iterator[ChunkPlaces]:
-        return iter(())
+        places = [(keyspace, chunk_hash, head) for keyspace, head, chunk_hash in self.held]
+        for start in range(0, len(places), 5):  # some come twice
+            yield from ChunkPlaces.of(places[start : start + 7])
 
-    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
+    def locate(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> list[tuple[bytes, HeldChunk]]:
         return [
-            HeldChunk(head, (0, 0, shards), 1)
+            (chunk_hash, HeldChunk(head, (0, 0, shards), 1))
+            for chunk_hash in chunk_hashes
             for head in HEADS
             if (shards := self.held.get((keyspace, head, chunk_hash)))
         ]
@@ -62,6 +66,16 @@ class DirectoryMachine(RuleBasedStateMachine):
         return []
 
     # What happens
+
+    @initialize(
+        places=st.dictionaries(
+            st.tuples(*map(st.sampled_from, (KEYSPACES, HEADS, HASHES))), st.integers(1, 3), max_size=60
+        )
+    )
+    def load(self, places: dict[Place, int]) -> None:
+        self.held |= places
+        for _ in self.directory.load():
+            pass
 
     @rule(
         keyspace=st.sampled_from(KEYSPACES),

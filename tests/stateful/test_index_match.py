@@ -119,10 +119,10 @@ class IndexMachine(RuleBasedStateMachine):
         node = self.nodes[number]
         return not node.ended and node.expires_at_s > self.clock.monotonic_s()
 
-    @rule(number=node_numbers, anew=st.booleans())
-    def register(self, number: int, anew: bool) -> None:
+    @rule(number=node_numbers, new_incarnation=st.booleans())
+    def register(self, number: int, new_incarnation: bool) -> None:
         node = self.nodes[number]
-        held = 0 if anew or node.ended else node.incarnation
+        held = 0 if new_incarnation or node.ended else node.incarnation
         info = NodeInfo(
             node_id=bytes([number]) * 16,
             kind=NodeKind.PAGESTORE,

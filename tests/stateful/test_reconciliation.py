@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
@@ -97,10 +97,11 @@ class World:
     def chunks(self) -> list[ChunkPlaces]:
         return []
 
-    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
-        number = HASHES.index(chunk_hash)
-        gpu, staging, disk = self.truth.get(number, [0, 0, 0])
-        return [HeldChunk(HEADS[number], (gpu, staging, disk), WHOLE)]
+    def locate(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> Iterator[tuple[bytes, HeldChunk]]:
+        for chunk_hash in chunk_hashes:
+            number = HASHES.index(chunk_hash)
+            gpu, staging, disk = self.truth.get(number, [0, 0, 0])
+            yield chunk_hash, HeldChunk(HEADS[number], (gpu, staging, disk), WHOLE)
 
     def keyspace_encodings(self) -> list[bytes]:
         return [ENCODING]
@@ -170,7 +171,7 @@ class World:
     def change(self, number: int, tier: int, shards: int, present: bool) -> None:
         held = self.truth.setdefault(number, [0, 0, 0])
         held[tier] = held[tier] | shards if present else held[tier] & ~shards
-        told = LocationChange(
+        reported = LocationChange(
             keyspace=KEYSPACE,
             chunk_hash=HASHES[number],
             group_head_hash=HEADS[number],
@@ -178,8 +179,8 @@ class World:
             added_shards=shards if present else 0,
             removed_shards=0 if present else shards,
         )
-        self.reconciler.note([told])
-        self.queue.add([told])
+        self.reconciler.note([reported])
+        self.queue.add([reported])
 
     async def send(self, *, reply: bool = True) -> None:
         batch = self.queue.next_batch()

@@ -1,7 +1,9 @@
-"""A replica against the history of a store: whatever order events and answers come in, it names no past.
+"""A replica against the history of a store: whatever order events and answers come in, it names no past, and
+calls nothing absent that was there.
 
 The model keeps every state that each chunk and each node ever had. Events reach the replica late, twice, and swapped
-with the next one (two index replicas write the log); answers of the index are read at one time and learned at another.
+with the next one (two index replicas write the log); answers of the index, and listings of what it has stored, are read
+at one time and learned at another.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from kvpool.core.cluster import (
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
 from kvpool_server.node.replica import Asked, ReplicaTable
+from kvpool_server.node.stored_groups import GroupListing
 
 KEYSPACE = b"k" * 16
 GRID = ShardGrid(layers=1, kv_heads=2, layer_groups=1, splits=(1, 2))
@@ -80,8 +83,10 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.chunk_log: list[Late] = []
         self.node_log: list[Late] = []
         self.questions: list[Question] = []
+        self.listing: GroupListing | None = None
+        self.is_listed = False  # its groups were read
         self.table.open_keyspace(KEYSPACE, GRID)
-        self.begin_anew()
+        self.begin_again()
         self.announce([(number, NODES[0], WHOLE, False) for number in CHUNKS], True)
 
     def feed(self, event: Any) -> None:
@@ -119,14 +124,14 @@ class ReplicaMachine(RuleBasedStateMachine):
             at = earlier[-1]
             self.chunk_log[-1], self.chunk_log[at] = self.chunk_log[at], self.chunk_log[-1]
 
-    @rule(node=st.sampled_from(NODES), anew=st.booleans())
-    def come_or_go(self, node: bytes, anew: bool) -> None:
+    @rule(node=st.sampled_from(NODES), new_incarnation=st.booleans())
+    def come_or_go(self, node: bytes, new_incarnation: bool) -> None:
         before = (node in self.alive, self.incarnations[node])
         if node in self.alive:
             self.alive.discard(node)
         else:
             self.alive.add(node)
-            self.incarnations[node] += anew
+            self.incarnations[node] += new_incarnation
         after = (node in self.alive, self.incarnations[node])
         self.allowed.setdefault(node, [before]).append(after)
         info = NodeInfo(node_id=node, kind=NodeKind.PAGESTORE, incarnation=self.incarnations[node])
@@ -151,7 +156,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule(dice=st.integers(0, 3))
     def lose_events(self, dice: int) -> None:
         if not dice:
-            self.begin_anew()
+            self.begin_again()
 
     @rule(first=st.sampled_from(CHUNKS), shards=st.sampled_from([0, 0b010, 0b100, 0b110]), at_once=st.booleans())
     def ask(self, first: int, shards: int, at_once: bool) -> None:
@@ -177,7 +182,30 @@ class ReplicaMachine(RuleBasedStateMachine):
     def forget(self, first: int) -> None:
         self.table.forget(query(first, 0))
 
+    @rule()
+    def begin_listing(self) -> None:
+        self.listing, self.is_listed = self.table.begin_listing(), False
+
+    @rule()
+    def list_groups(self) -> None:
+        for number, places in self.now.items():
+            if self.listing is not None and places:
+                self.listing.filter.add_all(query(number, 0).group_head_hash)
+        self.is_listed = True
+
+    @rule()
+    def finish_listing(self) -> None:
+        if self.listing is not None and self.is_listed:
+            self.table.finish_listing(self.listing)
+            self.listing = None
+
     # What must hold.
+    @invariant()
+    def what_it_calls_absent_was_nowhere(self) -> None:
+        for number in CHUNKS:  # each is alone in its group
+            if self.table.is_absent(query(number, 0), 0.0):
+                assert not all(self.allowed.get(number, [self.now[number]])), number
+
     @invariant()
     def it_names_no_past(self) -> None:
         for shards in (0, 0b010):
@@ -213,7 +241,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             union |= place.shards
         assert not heads(wanted) & ~heads(union)
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         self.chunk_log, self.node_log = [], []
         nodes = tuple(
             NodeInfo(node_id=node, kind=NodeKind.PAGESTORE, incarnation=self.incarnations[node])

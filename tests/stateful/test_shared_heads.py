@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import reduce
 from hashlib import blake2b
 from operator import xor
@@ -86,9 +86,9 @@ class Node:
             self.looked_up += 1
             yield ChunkPlaces(KEYSPACE, chunk_hash, HEAD)
 
-    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
-        self.looked_up += 1
-        return [HeldChunk(HEAD, (0, 0, 1), 1)] if chunk_hash in self.held else []
+    def locate(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> list[tuple[bytes, HeldChunk]]:
+        self.looked_up += len(chunk_hashes)
+        return [(one, HeldChunk(HEAD, (0, 0, 1), 1)) for one in chunk_hashes if one in self.held]
 
     def keyspace_encodings(self) -> list[bytes]:
         return [ENCODING]

@@ -1,4 +1,4 @@
-"""The table of who may import what, as CONTRIBUTING.md tells it; test_import_rules holds the code to it."""
+"""The table of who may import what, as in CONTRIBUTING.md; test_import_rules holds the code to it."""
 
 from dataclasses import dataclass, replace
 
@@ -51,7 +51,7 @@ RULES: dict[str, Rule] = {
         inside_functions=(
             "kvpool.connectors.vllm.connector",
             "kvpool.connectors.vllm.compatibility",
-            "kvpool.connectors.vllm.switched_off",
+            "kvpool.connectors.vllm.disabled_connector",
             "vllm",
         )
     ),

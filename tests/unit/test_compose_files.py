@@ -134,7 +134,7 @@ def test_an_image_asks_for_health_where_the_service_listens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DOCKERFILES)
-def test_an_image_runs_as_nobody_and_ends_on_sigterm(kind: str) -> None:
+def test_an_image_runs_without_root_and_ends_on_sigterm(kind: str) -> None:
     lines = DOCKERFILES[kind].read_text().splitlines()
     assert [line for line in lines if line.startswith("USER ")][-1] == "USER 10001:10001"
     assert "STOPSIGNAL SIGTERM" in lines
@@ -199,7 +199,7 @@ def test_the_tls_overlay_gives_every_service_a_volume_of_its_own_key() -> None:
 
 
 @pytest.mark.slow
-def test_certificates_are_made_once_and_anew_when_told(tmp_path: Path) -> None:
+def test_certificates_are_made_once_and_again_on_request(tmp_path: Path) -> None:
     def make(*options: str) -> dict[str, bytes]:
         command = ["sh", str(REPOSITORY / "deploy/tls/make-certificates.sh"), str(tmp_path / "made"), *options]
         subprocess.run(command, check=True, capture_output=True, timeout=60, env={"PATH": os.environ["PATH"]})
@@ -225,3 +225,11 @@ def test_certificates_are_made_once_and_anew_when_told(tmp_path: Path) -> None:
     assert {path: kept[path] for path in kept if not path.startswith("ca/")} == {
         path: renewed[path] for path in renewed if not path.startswith("ca/")
     }
+
+
+def test_an_image_with_the_wheel_is_built_from_the_folder_of_the_wheel() -> None:
+    """.dockerignore leaves dist/ out of the checkout's own build context."""
+    for name in ("docs/quickstart-docker.md", "k8s/README.md"):
+        text = (REPOSITORY / name).read_text()
+        assert re.findall(r"docker build -f Dockerfile\.vllm -t \S+ (\S+)", text) == ["dist"], name
+    assert "\nCOPY kvpool-*.whl /tmp/\n" in (REPOSITORY / "docs/quickstart-docker.md").read_text()

@@ -51,7 +51,7 @@ def imports_of(tree: ast.AST, modules: frozenset[str], *, inside_function: bool 
     """Every import statement below the node. `from a import b` names a.b if that is a module of ours, else a."""
     for node in ast.iter_child_nodes(tree):
         inside = inside_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        # What stands under `if TYPE_CHECKING:` is never run, like a function that nobody calls.
+        # What stands under `if TYPE_CHECKING:` is never run, like a function that is never called.
         inside |= isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno, inside) for alias in node.names)

@@ -26,7 +26,6 @@ UNUSED_ON_PURPOSE: Mapping[str, str] = {
     "kvpool/core/codecs.py:rms_error_bound": "what codecs promise, and are held to",
     "kvpool/core/fault_points.py:disarm_all": "fault points are for tests",
     "kvpool_gpuagent/kernels/": "a reference and a wrapper beside each kernel, by which it is tested and measured",
-    "kvpool/client/sync_peer_pulls.py:SyncPeerPulls": "pulls from caches of peers are to be called by connectors",
     "kvpool_server/config.py:option_texts": "docs/configuration.md is made of it",
     "kvpool_server/fds.py:FdServer.connection_count": "seen by tests: how many connections are held",
     "kvpool_server/fds.py:PeerCredentials.gid": "one of the three numbers that the kernel gives",

@@ -13,8 +13,8 @@ def test_each_engine_has_a_list_of_pinned_parts(engine: str) -> None:
     with_them, alone = requirements((LISTS / f"{engine}.txt").read_text())
     assert any(line.startswith("torch==") for line in with_them)
     pinned = next(line for line in alone if line.startswith(f"{engine}=="))
-    told = (REPOSITORY / "clients/python/kvpool/connectors/README.md").read_text().lower()
-    assert pinned.replace("==", " ") in told, "the README names another version than the one that is tested"
+    reported = (REPOSITORY / "clients/python/kvpool/connectors/README.md").read_text().lower()
+    assert pinned.replace("==", " ") in reported, "the README names another version than the one that is tested"
 
 
 def test_a_list_without_its_dividing_line_is_refused() -> None:

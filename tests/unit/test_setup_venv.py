@@ -80,7 +80,7 @@ def test_a_failed_install_is_taken_up_again(
 
 
 @pytest.mark.parametrize("broken", ["usable", STAMP_NAME])
-def test_a_broken_environment_is_made_anew(installs: list[str], tmp_path: Path, broken: str) -> None:
+def test_a_broken_environment_is_made_again(installs: list[str], tmp_path: Path, broken: str) -> None:
     venv = tmp_path / "venv"
     set_up(venv, "")
     (venv / broken).unlink()

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cli_cluster import Cluster
-from tests.vllm.engine import VLLM_PYTHON_VARIABLE, Engine, Engines, agent_of, make_model
+from tests.vllm.engine import VLLM_PYTHON_VARIABLE, Engine, Engines, agent_of
+from tests.vllm.models import make_model
 
 collect_ignore_glob = [] if os.environ.get(VLLM_PYTHON_VARIABLE) else ["test_*.py"]
 

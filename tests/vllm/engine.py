@@ -1,4 +1,4 @@
-"""vLLM engines in processes of their own, and the model that they serve."""
+"""vLLM engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -19,68 +19,16 @@ import numpy as np
 
 from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import Cluster
+from tests.vllm.models import VOCABULARY
 
 VLLM_PYTHON_VARIABLE = "KVPOOL_VLLM_PYTHON"  # the interpreter that has vLLM
 REPOSITORY = Path(__file__).resolve().parents[2]
-VOCABULARY = 2048
 CHUNK = 128
 # Of kvpool in tests: what is in the pool is loaded, however busy the machine is.
 PATIENT = {"load": "always", "match_timeout_s": 30.0, "load_timeout_s": 60.0, "load_timeout_min_s": 60.0}
 _START_S = 180.0  # on a machine that has other work
 _ANSWER_S = 120.0
 _END_S = 60.0
-
-
-def make_model(directory: Path, *, layers: int = 4, width: int = 256, heads: int = 4, kv_heads: int = 2) -> Path:
-    """Save a Llama with fixed random weights, made so that a wrong chunk changes tokens (see tiny_models)."""
-    from tests.unit.connectors.tiny_models import tiny_llama
-
-    model = tiny_llama(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=8192,
-    )
-    model.save_pretrained(directory)
-    return directory
-
-
-def make_windowed_model(directory: Path, *, window_tokens: int = 160, full_layers: Sequence[int] = (1, 5)) -> Path:
-    """Save a Gemma 3 of 6 layers with fixed random weights, all but some of them with a sliding window. vLLM makes KV
-    cache groups of two layers each: two of windows, one of full attention."""
-    import torch
-    import transformers
-
-    kinds = ["full_attention" if number in full_layers else "sliding_attention" for number in range(6)]
-    config = transformers.Gemma3TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=len(kinds),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8192,
-        sliding_window=window_tokens,
-        query_pre_attn_scalar=64,
-        layer_types=kinds,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.Gemma3ForCausalLM(config)
-        for name, parameter in model.named_parameters():  # as in tiny_models: a wrong chunk changes tokens
-            if parameter.dim() == 2:
-                gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
-                parameter.data.normal_(std=gain / parameter.shape[1] ** 0.5)
-    model.save_pretrained(directory)
-    return directory
 
 
 def prompt(token_count: int, seed: int) -> list[int]:
@@ -91,7 +39,11 @@ def prompt(token_count: int, seed: int) -> list[int]:
 
 def vllm_environment() -> dict[str, str]:
     """Of a process of vLLM's interpreter that imports kvpool and these tests."""
-    return {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'clients/python'}"}
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'clients/python'}",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for answers
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +58,10 @@ class Generated:
 class Engines:
     """Starts engines by forking a process that has imported vLLM; ends with the `with` block, and they with it."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *, model_runner_v2: bool = False) -> None:
+        """model_runner_v2: vLLM's default on GPUs. On a CPU it needs Triton's interpreter."""
         self._model, self._started = model, 0
+        runner = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"} if model_runner_v2 else {}
         self._run_dir = tempfile.TemporaryDirectory(prefix="kvpool-vllm-")  # a socket's path must be short
         self._socket = Path(self._run_dir.name) / "engines.sock"
         self._log = (model / "engines.log").open("w+b")
@@ -116,7 +70,7 @@ class Engines:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=vllm_environment(),
+            env={**vllm_environment(), **runner},
             cwd=REPOSITORY,
         )
 

@@ -1,9 +1,10 @@
 """vLLM engines, each in processes of its own: `python -m tests.vllm.engine_server SOCKET`, until its stdin ends.
 
-Each connection gets an engine. Its first line is vLLM's arguments with `log` (a file) and `kvpool` (an extra config;
-absent for plain vLLM); then come commands, one a line, answered by `id` in the order in which they end. All processes
-of an engine are forked from this one, which has imported vLLM: that takes ten seconds, three times an engine, when each
-of its processes is spawned, as vLLM's CPU platform wants it. The API server that test_server.py starts does that.
+Each connection gets an engine. Its first line is vLLM's arguments with `log` (a file), `kvpool` (an extra config; none
+for plain vLLM) and `asynchronous`; then come commands, one a line, answered by `id` in the order in which they end. All
+processes of an engine are forked from this one, which has imported vLLM: that takes ten seconds, three times an engine,
+when each of its processes is spawned, as vLLM's CPU platform wants it. The API server that test_server.py starts does
+that.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 ENVIRONMENT = {
@@ -28,6 +30,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_ASYNCHRONOUS = "KVPOOL_TEST_ASYNCHRONOUS"  # in the environment of an engine's processes
 _LINE_BYTES_MAX = 1 << 26
 _SPIN_S = 50e-6
 _COUNTED = ("kvpool", "preempt", "kv_cache_usage")  # in the names of metrics
@@ -36,6 +39,8 @@ _COUNTED = ("kvpool", "preempt", "kv_cache_usage")  # in the names of metrics
 def main() -> None:
     """Serve until stdin ends."""
     os.environ.update(ENVIRONMENT)
+    if "TRITON_INTERPRET" in os.environ:
+        _have_model_runner_v2()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
     _import_all()
@@ -61,6 +66,8 @@ def _import_all() -> None:
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -72,6 +79,8 @@ def _import_all() -> None:
     def configure_to_fork(vllm_config: Any) -> None:
         configure(vllm_config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        if _ASYNCHRONOUS in os.environ:  # which vLLM's CPU platform takes to be of no use, and switches off
+            vllm_config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = staticmethod(configure_to_fork)
     # vLLM's processes spin on sched_yield() for a second after each step. Several engines on two cores then held up
@@ -79,6 +88,35 @@ def _import_all() -> None:
     shm_broadcast.sched_yield = lambda: time.sleep(_SPIN_S)
     # vLLM 0.32's CPU backend says that it has no blocks of 16 tokens, although its kernels do.
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
+    # Its Mamba 2 layers promise checkpoints inside of a step, which its kernels do not make: the engine dies of it.
+    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+
+
+def _have_model_runner_v2() -> None:
+    """Have vLLM's CPU build run it: its kernels are written in Triton, of which the interpreter serves as backend."""
+    from triton.backends import backends
+
+    class Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    backends.clear()
+    backends["cpu"] = SimpleNamespace(driver=Driver)
+
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from kvpool.connectors.vllm import identity
+
+    initialize = GPUModelRunner.initialize_kv_cache
+
+    def initialize_twice(runner: Any, kv_cache_config: Any, *arguments: Any, **more: Any) -> None:
+        initialize(runner, kv_cache_config, *arguments, **more)
+        runner.model_state.initialize_kv_cache(runner.kv_cache_config, runner.block_tables)
+
+    # It notes addresses of recurrent state before the connector moves a CPU's memory, which a GPU's stays in.
+    GPUModelRunner.initialize_kv_cache = initialize_twice
+    identity._has_addresses_of_states = lambda vllm_config: False
 
 
 def _become_engine(connection: socket.socket) -> None:
@@ -100,6 +138,8 @@ async def _serve(connection: socket.socket) -> None:
     log = os.open(config.pop("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    if config.pop("asynchronous", False):
+        os.environ[_ASYNCHRONOUS] = "1"
     _answer(writer, {"id": 0, "pid": os.getpid()})
     await writer.drain()
     events = (config.get("kv_events_config") or {}).get("endpoint", "")

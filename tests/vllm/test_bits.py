@@ -16,8 +16,8 @@ LONGER = SHARED + prompt(50, seed=2)
 
 def ordered(engine: Engine, kind: str) -> list[str]:
     """Digests of the blocks that were stored or loaded, in the order of their tokens."""
-    (orders,) = engine.probe("ordered_blocks")
-    found = [blocks for ordered_kind, blocks in orders if ordered_kind == kind]
+    (jobs,) = engine.probe("job_blocks")
+    found = [blocks for job_kind, blocks in jobs if job_kind == kind]
     assert len(found) == 1
     return list(found[0])
 
@@ -32,7 +32,7 @@ def test_bfloat16_comes_back_bit_for_bit(engines: Engines, cluster: Cluster, blo
     agent = agent_of(cluster)
     with engines.start(agent=agent, **arguments) as first, engines.start(agent=agent, **arguments) as second:
         for engine in (first, second):
-            engine.probe("watch_orders")
+            engine.probe("watch_jobs")
         first.generate(SHARED)
         stored = ordered(first, "store")
         first.await_stored(5)

@@ -21,7 +21,7 @@ def two_ranks(engines: Engines, cluster: Cluster) -> Iterator[Engine]:
 
 
 def test_two_ranks_load_what_they_have_stored(two_ranks: Engine, alone: Engine) -> None:
-    two_ranks.probe("watch_orders")
+    two_ranks.probe("watch_jobs")
     assert two_ranks.generate(TOKENS, salt="ranks").tokens == alone.generate(TOKENS).tokens
     two_ranks.await_stored(2 * 5)  # of each rank
     two_ranks.forget()
@@ -30,8 +30,8 @@ def test_two_ranks_load_what_they_have_stored(two_ranks: Engine, alone: Engine) 
     assert found.cached == [5 * CHUNK]
     assert two_ranks.counters()["loaded_chunks"] == 2 * 5
     digests = []
-    for orders in two_ranks.probe("ordered_blocks"):
-        stored, loaded = ([blocks for kind, blocks in orders if kind == wanted] for wanted in ("store", "load"))
+    for jobs in two_ranks.probe("job_blocks"):
+        stored, loaded = ([blocks for kind, blocks in jobs if kind == wanted] for wanted in ("store", "load"))
         assert len(loaded) == 1
         assert len(set(loaded[0])) == len(loaded[0]) == 5 * CHUNK // 32
         digests.append(loaded[0])

@@ -10,8 +10,9 @@ import pytest
 
 from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import Cluster
-from tests.vllm.engine import CHUNK, Engine, Engines, agent_of, make_windowed_model, prompt
+from tests.vllm.engine import CHUNK, Engine, Engines, agent_of, prompt
 from tests.vllm.faults import damage_disk, stopped_chunks
+from tests.vllm.models import make_windowed_model
 from tests.vllm.test_faults import load_under_way
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -30,9 +31,15 @@ def loadable(length: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def window() -> int:
+    """Of the model's layers, in tokens; test_small_windows.py has others."""
+    return WINDOW
+
+
+@pytest.fixture(scope="module")
+def engines(window: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """What starts engines that serve such a model, in float32."""
-    with Engines(make_windowed_model(tmp_path_factory.mktemp("windowed"), window_tokens=WINDOW)) as engines:
+    with Engines(make_windowed_model(tmp_path_factory.mktemp("windowed"), window_tokens=window)) as engines:
         yield engines
 
 

@@ -61,7 +61,7 @@ class Server:
 
     def begin_store(self, seed: int, first: int, count: int) -> None:
         """What the GPU has computed reaches the CPU region, and is offered to the tier."""
-        request, keys = self._request(), _keys(seed, first, count)
+        request, keys = self._request(), chunk_keys(seed, first, count)
         prepared = self.manager.prepare_store(keys, request)
         assert prepared is not None, "vLLM's region has no room"
         view = self.manager.primary_tier.get_kv_memoryview()
@@ -84,7 +84,7 @@ class Server:
 
     def look_up(self, seed: int, first: int, count: int) -> dict[str, Any]:
         """As a request that waits: until each chunk is in the region or a miss. Then what is in the region is read."""
-        request, keys = self._request(), _keys(seed, first, count)
+        request, keys = self._request(), chunk_keys(seed, first, count)
         answers: dict[OffloadKey, LookupResult] = {}
         steps = 0
         while len(answers) < len(keys):
@@ -112,7 +112,7 @@ class Server:
         """As a request that leaves once its chunks are on their way into the region; how many are."""
         request, answers = self._request(), [LookupResult.RETRY]
         while LookupResult.RETRY in answers:
-            answers = [self.manager.lookup(key, request) for key in _keys(seed, first, count)]
+            answers = [self.manager.lookup(key, request) for key in chunk_keys(seed, first, count)]
             self._step()
         self.manager.on_request_finished(request)
         return answers.count(LookupResult.HIT_PENDING)
@@ -183,7 +183,7 @@ def _config(engine_id: str, extra: dict[str, Any], block_bytes: int, tp: int, ca
     )
 
 
-def _keys(seed: int, first: int, count: int) -> list[OffloadKey]:
+def chunk_keys(seed: int, first: int, count: int) -> list[OffloadKey]:
     """The same chunk of all groups has one hash."""
     root = kv_cache_utils.NONE_HASH
     return [
@@ -202,9 +202,14 @@ def _content(key: OffloadKey, chunk_bytes: int) -> np.ndarray[Any, np.dtype[np.i
     return np.random.default_rng(seed).integers(-128, 128, chunk_bytes, np.int8)
 
 
+def init_hashes() -> None:
+    """As an engine does before its first request."""
+    kv_cache_utils.init_none_hash(sha256)
+
+
 def main() -> None:
     """Serve until stdin ends. `open` makes a server of a name; all else is a method of one."""
-    kv_cache_utils.init_none_hash(sha256)
+    init_hashes()
     servers: dict[str, Server] = {}
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

@@ -11,43 +11,61 @@ class WorkerProbe:
 
     model_runner: Any  # the worker's
 
-    def watch_orders(self) -> None:
-        """Note from now on what the connector is ordered to load and to store."""
+    def watch_jobs(self) -> None:
+        """Note from now on which loads and stores the connector gets."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
         bind = connector.bind_connector_metadata
-        self._orders: list[tuple[str, list[int]]] = []
+        self._jobs: list[tuple[str, list[int]]] = []
 
         def bind_and_note(metadata: Any) -> None:
-            self._orders += [("store", order.block_ids.tolist()) for order in metadata.orders.stores]
-            self._orders += [("load", order.block_ids.tolist()) for order in metadata.orders.loads]
+            self._jobs += [("store", job.block_ids.tolist()) for job in metadata.jobs.stores]
+            self._jobs += [("load", job.block_ids.tolist()) for job in metadata.jobs.loads]
             bind(metadata)
 
         connector.bind_connector_metadata = bind_and_note
 
     def spoil_loads(self, group: int, how: str) -> None:
-        """From now on the blocks that loads fill of one KV cache group hold no KV ("zeroes"), or that of other tokens
-        of the prompt ("others"), once a load has ended. group: -1 spoils none."""
+        """From now on the blocks that loads fill of one KV cache group hold no KV ("zeroes"), that of other tokens of
+        the prompt ("others"), or what they held when they were loaded last ("kept": "keep" changes nothing), once a
+        load has ended. group: -1 spoils none."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         side = get_kv_transfer_group()._worker
         load = type(side)._load.__get__(side)
 
-        async def load_and_spoil(pool: Any, running: Any, point: Any) -> Any:
-            result, order = await load(pool, running, point), running.order
-            if order.group == group:
+        async def load_and_spoil(pool: Any, running: Any, step_event: Any) -> Any:
+            result, job = await load(pool, running, step_event), running.job
+            if job.group == group:
                 block_tokens = side._groups[group].block_tokens
-                blocks = order.block_ids[order.first_token // block_tokens : -(-order.end_token // block_tokens)]
-                for tensor in self.model_runner.kv_caches:  # of other groups too: they have other blocks of it
-                    tensor[blocks] = 0 if how == "zeroes" else tensor[blocks[:1]].clone()
+                blocks = job.block_ids[job.first_token // block_tokens : -(-job.end_token // block_tokens)]
+                # Of other groups too: they have other blocks of it. Views of recurrent state say nothing of their page.
+                tensors = [tensor for tensor in self.model_runner.kv_caches if not isinstance(tensor, tuple)]
+                if how == "keep":
+                    self._kept = [tensor[blocks].clone() for tensor in tensors]
+                for number, tensor in enumerate(tensors if how != "keep" else ()):
+                    if how == "kept":
+                        tensor[blocks] = self._kept[number]
+                    else:
+                        tensor[blocks] = 0 if how == "zeroes" else tensor[blocks[:1]].clone()
             return result
 
         side._load = load_and_spoil
 
-    def ordered_blocks(self) -> list[tuple[str, list[str]]]:
-        """Since `watch_orders`: what was ordered, and digests over all layers of its blocks as they are now."""
-        return [(kind, [self._block_digest(block) for block in blocks]) for kind, blocks in self._orders]
+    def spoil_offload(self) -> None:
+        """From now on what vLLM's offload loads are zeroes (tests.vllm.host_offload)."""
+        from tests.vllm.host_offload import HostWorker
+
+        HostWorker.spoiled = True
+
+    def block_count(self) -> int:
+        """Of the KV cache, as vLLM made it."""
+        return int(self.model_runner.kv_cache_config.num_blocks)
+
+    def job_blocks(self) -> list[tuple[str, list[str]]]:
+        """Return loads and stores since `watch_jobs`, with digests over all layers of their blocks as they are now."""
+        return [(kind, [self._block_digest(block) for block in blocks]) for kind, blocks in self._jobs]
 
     def block_digest(self, block: int) -> str:
         """Of its bytes in all layers."""

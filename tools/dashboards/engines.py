@@ -57,6 +57,7 @@ TOKENS = Row(
                 _pool("staging_tokens", "staging"),
                 _pool("disk_tokens", "disk"),
                 _pool("remote_tokens", "remote"),
+                _pool("gpu_tokens", "other GPUs"),
                 Query(rate("vllm:prompt_tokens_by_source_total", where=_COMPUTED), "computed"),
             ),
         ),

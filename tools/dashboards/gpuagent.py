@@ -87,7 +87,7 @@ QUEUE = Row(
         ),
         Panel(
             title="Who answers matches",
-            description="The agent's own replica of the index, the index, or both.",
+            description="The agent's replica of the index, the index, or both; absent: no more is stored (replica).",
             queries=(Query(rate(f"{_AGENT}replica_matches_total", by="answered_by"), "{{answered_by}}"),),
         ),
         Panel(

@@ -106,14 +106,15 @@ class ImportTarget:
             by_node: dict[bytes, list[FileChunk]] = {}
             for chunk_hash, copies in lacking.items():
                 nodes = self._placed[self._heads[chunk_hash]]
-                # The first attempt asks as many nodes as there shall be copies, each later one the next in line.
+                # The first attempt asks one node for each copy, each later attempt the next node in line.
                 chosen = nodes[:copies] if not attempt else nodes[attempt + self._copies - 1 :][:1]
                 for node in chosen:
                     if node.node_id in self._nodes:  # one that has come since we looked is passed over
                         by_node.setdefault(node.node_id, []).append(by_hash[chunk_hash])
             if not by_node:
-                if lacking and not attempt:
-                    self.failures["no node takes new pages; see `kvpool cluster status`"] = len(lacking)
+                for chunk_hash in lacking:
+                    if reason := self._too_few(self._placed[self._heads[chunk_hash]]):
+                        self.failures[reason] += 1
                 break
             streams = [
                 asyncio.to_thread(self._write, self._nodes[node], self._client(self._nodes[node]), part)
@@ -147,6 +148,13 @@ class ImportTarget:
         head = chunk.chunk_hash if parent == ROOT_HASH else self._heads[parent]
         self._heads[chunk.chunk_hash] = head
         return head
+
+    def _too_few(self, placed: Sequence[NodeInfo]) -> str:
+        """Why these nodes cannot hold all copies, whatever they have room for; empty if they are enough."""
+        usable = sum(node.node_id in self._nodes for node in placed)
+        if not usable:
+            return "no node takes new pages; see `kvpool cluster status`"
+        return f"only {usable} of {self._copies} nodes take new pages" if usable < self._copies else ""
 
     def _client(self, node: LiveNode) -> PageTransferClient:
         endpoint = node.info.bulk_endpoint

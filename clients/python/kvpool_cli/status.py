@@ -189,7 +189,9 @@ def render(document: dict[str, Any]) -> RenderableType:
         *([_summary(document["nodes"])] if len(document["nodes"]) > 1 else []),
         *(line(fault, "red") for fault in _faults(document["nodes"])),
         "",
-        _keyspace_table(document["keyspaces"]) if document["keyspaces"] else "no keyspaces are open",
+        _keyspace_table(document["keyspaces"])
+        if document["keyspaces"]
+        else "no keyspaces are open: engines open theirs when they start",
     ]
     dead = [process["name"] for process in document["processes"] if not process["alive"]]
     if dead:

@@ -295,6 +295,11 @@ class SessionStream(Generic[RequestT, ResponseT]):
         except Exception:
             _log.exception("a session could not be opened")
             self._end(End(_internal()))
+        except asyncio.CancelledError:
+            if self._over.done():  # by `_finish`
+                raise
+            _log.exception("a session could not be opened: what it waited for was cancelled")
+            self._end(End(_internal()))
         else:
             self._machine.opened()
 
@@ -327,10 +332,14 @@ class SessionStream(Generic[RequestT, ResponseT]):
                     internal = _internal()
                     span.fail(internal)
                     response = self._refusal(internal)
-                except asyncio.CancelledError:  # by `_finish`, at the session's end
-                    stopped = self._over.result().error or Stopped("the session ended first")
-                    span.fail(stopped)
-                    response = self._refusal(stopped)
+                except asyncio.CancelledError:
+                    if self._over.done():  # by `_finish`, at the session's end
+                        reason = self._over.result().error or Stopped("the session ended first")
+                    else:  # the request was not cancelled: gRPC says this of a call whose channel is closed
+                        _log.exception("a request failed: what it waited for was cancelled")
+                        reason = _internal()
+                    span.fail(reason)
+                    response = self._refusal(reason)
         finally:
             self._machine.finished()
         self._answer(message, response)

@@ -56,6 +56,21 @@ def host_identity(configured: str) -> str:
     return configured or _BOOT_ID.read_text().strip()
 
 
+def gpu_agents_beside(socket: Path) -> set[str]:
+    """Return the sockets of other agents with a GPU that announce themselves in the directory of an agent's socket."""
+    own = Path(os.path.realpath(socket))  # agents reach no socket by a symbolic link
+    boot_id, found = _BOOT_ID.read_text().strip(), set[str]()
+    for path in own.parent.glob("*.json"):
+        try:
+            one = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # it ends, or begins
+            continue
+        beside = path.with_name(path.name.removesuffix(".json"))  # under the name that it has for us
+        if isinstance(one, dict) and one.get("device") == "cuda" and one.get("boot_id") == boot_id and beside != own:
+            found.add(str(beside))
+    return found
+
+
 def announce(socket: Path, *, device: str, device_uuid: str, host_id: str) -> Callable[[], None]:
     """Announce to engines of this machine which GPU's agent listens on a socket, by a JSON file beside it.
 

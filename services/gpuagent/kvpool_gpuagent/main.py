@@ -29,7 +29,7 @@ from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.engine.agent import GpuAgentEngine
 from kvpool_gpuagent.engine.descriptors import FdExchange
-from kvpool_gpuagent.identity import DataDirectory, announce, host_identity
+from kvpool_gpuagent.identity import DataDirectory, announce, gpu_agents_beside, host_identity
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, PagePool
 from kvpool_gpuagent.servicer import GpuAgentServicer
@@ -112,7 +112,7 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         descriptors.start()
         stack.callback(descriptors.close)
         node = dataclasses.replace(node, metrics_url=_start_metrics(config, registry, stack))
-        # An agent announces nothing yet: gpu locations come with the CUDA device. It registers so that it can be seen.
+        # What engines' caches hold is asked of agents on their host: to the index an agent announces no locations.
         link = NodeLink(client, node, load=NodeLoad, truth=NoLocations(), on_superseded=stop.fail)
         stack.push_async_callback(link.close)
         await _measure_link(engine)
@@ -196,7 +196,8 @@ def _engine(
     replica = location_replica(client, metrics, replica_bytes=config.replica_bytes)
     index = GrpcIndex(client, config.index_timeout_ms / 1e3, replica)
     stack.push_async_callback(index.close)
-    agents = GrpcPeerAgents(calling)
+    agents = GrpcPeerAgents(calling, lambda: gpu_agents_beside(config.socket))
+    stack.push_async_callback(agents.close)
     return GpuAgentEngine(config, device, index, pools, metrics, agents, calling.tracer), arena
 
 

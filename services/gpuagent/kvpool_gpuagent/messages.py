@@ -13,13 +13,16 @@ from kvpool.core.retention import NO_RETENTION
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import HASH_BYTES, check_count, hashes_from_bytes, item_error_to_proto, retention_from_proto
 from kvpool.wire.convert_engine import (
+    block_ids_to_bytes,
     engine_event_from_proto,
+    int64s_from_bytes,
     ipc_event_from_proto,
     ipc_memory_from_proto,
     layout_from_proto,
 )
 from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool.wire.versions import check_peer_version
+from kvpool_gpuagent.core.cached_chunks import HeldChunks
 from kvpool_gpuagent.core.requests import BlockIds, LoadOutcome, StoreOutcome
 from kvpool_gpuagent.core.sources import LoadSource
 from kvpool_gpuagent.engine.agent import Registration
@@ -73,6 +76,10 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
     handles = handles_from_proto(register.handles)
     if register.match_only and (register.events or register.hold_file):
         raise InvalidRequest("match_only: such a session has no memory; leave events and hold_file empty")
+    if register.block_generations and not register.hold_file:
+        raise InvalidRequest("block_generations: only GPU memory is copied from, and its engine lends a hold file")
+    if len(register.engine_id) > MAX_NAME_LENGTH:
+        raise InvalidRequest(f"engine_id must have at most {MAX_NAME_LENGTH} bytes")
     return Registration(
         engine_name=register.engine_name,
         keyspace_name=register.keyspace_name,
@@ -85,6 +92,8 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
         previous_session_id=register.previous_session_id,
         hold_file=register.hold_file,
         match_only=register.match_only,
+        block_generations=register.block_generations,
+        engine_id=register.engine_id,
     )
 
 
@@ -118,6 +127,31 @@ def leased_from_proto(request: gpuagent_pb2.EngineLeaseRequest) -> ChunkRange:
         first_chunk_index=request.first_chunk_index,
         parent_hash=request.parent_hash,
         group_head_hashes=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
+    )
+
+
+def cached_from_proto(request: gpuagent_pb2.EngineCached) -> tuple[bytes, BlockIds, BlockIds]:
+    """Hashes, blocks and their generations; counts are CachedChunks' to refuse. Raises InvalidRequest."""
+    return (
+        request.chunk_hashes,
+        int64s_from_bytes(request.block_ids, "block_ids"),
+        int64s_from_bytes(request.generations, "generations"),
+    )
+
+
+def held_to_proto(held: HeldChunks) -> gpuagent_pb2.CachedChunks:
+    """What a session's cache holds, for another agent."""
+    found = held.found
+    return gpuagent_pb2.CachedChunks(
+        session_id=held.source.session_id,
+        first_layer=held.layers.start,
+        layer_count=len(held.layers),
+        first_head=held.heads.start,
+        head_count=len(held.heads),
+        scales=held.scales,
+        positions=block_ids_to_bytes(found.positions),
+        block_ids=block_ids_to_bytes(found.block_ids),
+        generations=block_ids_to_bytes(found.generations),
     )
 
 
@@ -184,6 +218,7 @@ def load_done_to_proto(outcome: LoadOutcome) -> gpuagent_pb2.EngineLoadDone:
             staging=outcome.tokens[LoadSource.STAGING],
             disk=outcome.tokens[LoadSource.DISK],
             remote=outcome.tokens[LoadSource.REMOTE],
+            gpu=outcome.tokens[LoadSource.GPU],
         ),
         copy_ms=outcome.copying_s * 1e3,
     )

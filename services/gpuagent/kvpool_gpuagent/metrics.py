@@ -39,7 +39,7 @@ class AgentMetrics:
 
     def _sessions(self) -> None:
         self.sessions = self._gauge("sessions", "Engine sessions now open.")
-        self.active_requests = self._gauge("active_requests", "Loads, stores and pulls now running.", "operation")
+        self.active_requests = self._gauge("active_requests", "Loads and stores now running.", "operation")
         self.abnormal_session_ends = self._counter(
             "abnormal_session_ends_total", "Engine sessions that ended without a close."
         )
@@ -58,7 +58,9 @@ class AgentMetrics:
 
     def _replica(self) -> None:
         self.replica_matches = self._counter(
-            "replica_matches_total", "Matches, by who answered: replica, index, or both.", "answered_by"
+            "replica_matches_total",
+            "Matches, by who answered: index or both, and without a call replica or absent (no more is stored).",
+            "answered_by",
         )
         self.replica_resyncs = self._counter(
             "replica_resyncs_total", "Fresh starts of the replica of the index, the first one included."

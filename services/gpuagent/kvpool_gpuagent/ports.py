@@ -18,6 +18,7 @@ from kvpool.core.ipc import IpcEvent, IpcMemory, MappedSegment
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.spans import PageSpan
+from kvpool_gpuagent.core.cached_chunks import HeldChunks
 from kvpool_gpuagent.core.pages import AcquiredPages, CopyBatch, PageSlots, ReservedPages
 
 BlockIds = npt.NDArray[np.int64]
@@ -45,7 +46,7 @@ class EngineCache(Protocol):
         ...
 
     async def gather(self, batch: CopyBatch, stop: CancelToken) -> bool:
-        """Fill the payloads of pages from the cache; headers and sum tables are left to others.
+        """Fill the payloads of pages from the cache; headers are left to others.
 
         The engine's work that these blocks wait for has ended. Returns whether all pages are complete; False only if
         `stop` was cancelled: it is asked between bursts, from any thread, and after it nothing more is started.
@@ -254,6 +255,10 @@ class IndexPort(Protocol):
         """What was answered about these chunks misled: the next answer must not be a remembered one."""
         ...
 
+    def note_stored(self, query: ChainQuery) -> None:
+        """Some of these chunks have just been stored by this agent: until the index says so, none is called absent."""
+        ...
+
 
 class PoolFactory(Protocol):
     """Makes the page pool of one engine session."""
@@ -274,8 +279,9 @@ class CacheLoan(Protocol):
         """Set when the owner wants it back or cannot be reached any more, or to give it back."""
         ...
 
-    async def check(self, timeout_s: float) -> None:
-        """Return if the session has been alive until now. Raises Stopped, ServiceUnavailable, DeadlineExceeded."""
+    async def check(self, block_ids: BlockIds, timeout_s: float) -> BlockIds:
+        """Return what generations blocks have now, if the session has been alive until now: as many, or none if it has
+        none. Raises Stopped, ServiceUnavailable, DeadlineExceeded."""
         ...
 
     async def close(self) -> None:
@@ -288,4 +294,13 @@ class PeerAgents(Protocol):
 
     async def lease(self, endpoint: str, session_id: bytes, keyspace: bytes, timeout_s: float) -> CacheLoan:
         """Raises SessionUnknown, KeyspaceMismatch, TenantDenied, NotServed, ServiceUnavailable, ..."""
+        ...
+
+    async def find(self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes, timeout_s: float) -> list[HeldChunks]:
+        """Return which chunks caches of their sessions hold, but for those of this engine. Agents that do not answer in
+        time are left out, and not asked for a while. Never raises."""
+        ...
+
+    async def close(self) -> None:
+        """Nothing is asked any more."""
         ...

@@ -9,14 +9,20 @@ from typing import Any
 
 from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, NotServed, Stopped, TenantDenied
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
-from kvpool.wire.convert import check_id
-from kvpool.wire.convert_engine import engine_event_from_proto, ipc_memory_to_proto, layout_to_proto
-from kvpool_gpuagent.core.pulls import SourceName, TokenPull, WantedPull
+from kvpool.wire.convert import HASH_BYTES, check_id
+from kvpool.wire.convert_engine import (
+    block_ids_to_bytes,
+    int64s_from_bytes,
+    ipc_memory_to_proto,
+    layout_to_proto,
+)
+from kvpool_gpuagent.core.cached_chunks import HeldChunks
 from kvpool_gpuagent.core.sources import LoadSource
 from kvpool_gpuagent.engine.agent import GpuAgentEngine
-from kvpool_gpuagent.engine.peers import PullOutcome
 from kvpool_gpuagent.engine.session import CacheUse, EngineSession
 from kvpool_gpuagent.engine.waiting import cancellation, until_cancelled
+from kvpool_gpuagent.messages import held_to_proto
+from kvpool_gpuagent.ports import BlockIds
 from kvpool_gpuagent.stream import EngineHandler, Registrar, session_rules
 from kvpool_server.session_stream import SessionStream, peer_address
 
@@ -24,44 +30,6 @@ RETURN_TIMEOUT_S = 5.0  # a borrower that still has copies running then reads on
 
 Requests = AsyncIterator[gpuagent_pb2.LendCacheRequest]
 Write = Callable[[gpuagent_pb2.LendCacheResponse], Coroutine[Any, Any, None]]
-
-
-def wanted_from_proto(request: gpuagent_pb2.PeerPullRequest) -> WantedPull:
-    """Convert without checks: those come later, once the event that it names is in use."""
-    return WantedPull(
-        pull_id=request.pull_id,
-        pulls=tuple(
-            TokenPull(
-                source=SourceName(pull.source_session_id, pull.source_agent),
-                source_block_ids=pull.source_block_ids,
-                source_first_token=pull.source_first_token,
-                destination_block_ids=pull.destination_block_ids,
-                destination_first_token=pull.destination_first_token,
-                token_count=pull.token_count,
-            )
-            for pull in request.pulls
-        ),
-        after=engine_event_from_proto(request.after) if request.HasField("after") else None,
-        wait_ms=request.wait_ms,
-        partial=request.partial,
-    )
-
-
-def outcome_to_proto(outcome: PullOutcome) -> gpuagent_pb2.PeerPullResponse:
-    """Return the answer of a pull that counts."""
-    return gpuagent_pb2.PeerPullResponse(
-        size_bytes=outcome.moved.size_bytes,
-        copy_us=round(outcome.moved.copy_s * 1e6),
-        pulled=[
-            gpuagent_pb2.PeerPulled(
-                first_layer=cells.layers.start,
-                layer_count=len(cells.layers),
-                first_head=cells.heads.start,
-                head_count=len(cells.heads),
-            )
-            for cells in outcome.cells
-        ],
-    )
 
 
 class SharedCaches:
@@ -79,11 +47,22 @@ class SharedCaches:
         session = self._shareable(first.borrow)
         with session.share() as use:
             await write(gpuagent_pb2.LendCacheResponse(lent=_lent(session)))
-            await _answer(requests, write, use)
+            await _answer(requests, write, use, session.generations)
 
-    def _shareable(self, wanted: gpuagent_pb2.BorrowCache) -> EngineSession:
+    def find(self, wanted: gpuagent_pb2.FindCachedChunksRequest) -> list[HeldChunks]:
+        """Return what sessions' caches hold. Raises TenantDenied, InvalidRequest."""
+        self._check_tenant()
+        keyspace = check_id(wanted.keyspace_id, "keyspace_id")
+        if len(wanted.chunk_hashes) % HASH_BYTES:
+            raise InvalidRequest(f"chunk_hashes must be a multiple of {HASH_BYTES} bytes")
+        return self._engine.caches.held(keyspace, wanted.chunk_hashes, wanted.engine_id)
+
+    def _check_tenant(self) -> None:
         if self._tenant() != self._engine.config.tenant:
             raise TenantDenied("this agent's engines are of another tenant")
+
+    def _shareable(self, wanted: gpuagent_pb2.BorrowCache) -> EngineSession:
+        self._check_tenant()
         session = self._engine.session_of(check_id(wanted.session_id, "session_id"))
         if check_id(wanted.keyspace_id, "keyspace_id") != session.rank.keyspace:
             raise KeyspaceMismatch("the session has another keyspace than the borrower's")
@@ -92,7 +71,7 @@ class SharedCaches:
         return session
 
 
-async def _answer(requests: Requests, write: Write, use: CacheUse) -> None:
+async def _answer(requests: Requests, write: Write, use: CacheUse, generations: Callable[[BlockIds], BlockIds]) -> None:
     ending = asyncio.ensure_future(cancellation(use.stop))
     reading = asyncio.ensure_future(anext(requests, None))
     try:
@@ -103,10 +82,13 @@ async def _answer(requests: Requests, write: Write, use: CacheUse) -> None:
             request = reading.result()
             if request is None:
                 return
-            if request.check <= 0:
-                raise InvalidRequest(f"check must be > 0, got {request.check}")
+            check = request.check
+            if check.number <= 0:
+                raise InvalidRequest(f"check.number must be > 0, got {check.number}")
+            now = generations(int64s_from_bytes(check.block_ids, "check.block_ids"))
+            alive = gpuagent_pb2.CacheAlive(number=check.number, generations=block_ids_to_bytes(now))
             # A borrower that reads no answers must not keep the session from ending.
-            await until_cancelled(write(gpuagent_pb2.LendCacheResponse(alive=request.check)), use.stop)
+            await until_cancelled(write(gpuagent_pb2.LendCacheResponse(alive=alive)), use.stop)
             reading = asyncio.ensure_future(anext(requests, None))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RETURN_TIMEOUT_S):
@@ -171,18 +153,12 @@ class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):
             remote_bytes_per_s=bandwidths.bytes_per_s(LoadSource.REMOTE),
         )
 
-    async def PeerPull(self, request: gpuagent_pb2.PeerPullRequest, context: Any) -> gpuagent_pb2.PeerPullResponse:
-        session_id = check_id(request.session_id, "session_id")
-        return outcome_to_proto(await self._engine.pulls.pull(session_id, wanted_from_proto(request)))
-
-    async def EndPeerPull(
-        self, request: gpuagent_pb2.EndPeerPullRequest, context: Any
-    ) -> gpuagent_pb2.EndPeerPullResponse:
-        after = engine_event_from_proto(request.after) if request.HasField("after") else None
-        await self._engine.pulls.end(check_id(request.session_id, "session_id"), request.pull_id, after)
-        return gpuagent_pb2.EndPeerPullResponse()
-
     async def LendCache(  # type: ignore[override]  # as EngineSession
         self, request_iterator: AsyncIterator[gpuagent_pb2.LendCacheRequest], context: Any
     ) -> None:
         await self._lender.serve(request_iterator, context.write)
+
+    async def FindCachedChunks(
+        self, request: gpuagent_pb2.FindCachedChunksRequest, context: Any
+    ) -> gpuagent_pb2.FindCachedChunksResponse:
+        return gpuagent_pb2.FindCachedChunksResponse(caches=map(held_to_proto, self._lender.find(request)))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvpool.core.errors import KvPoolError
-from kvpool.core.ipc import HOLD_FILE_BYTES, EngineEvent
+from kvpool.core.ipc import GENERATION_BYTES, HOLD_FILE_BYTES, EngineEvent
 from kvpool.core.tracing import (
     CHUNKS,
     FAILED_CHUNKS,
@@ -32,6 +32,7 @@ from kvpool_gpuagent.engine.descriptors import FdExchange, HoldFile
 from kvpool_gpuagent.engine.events import UsedEvent
 from kvpool_gpuagent.engine.session import EngineSession
 from kvpool_gpuagent.messages import (
+    cached_from_proto,
     compute_speed_from_proto,
     event_of,
     leased_from_proto,
@@ -139,16 +140,20 @@ class Registrar:
             send(gpuagent_pb2.EngineResponse(ready=self._ready()))
             return
         shared = [handle for handle in wanted.handles if handle.ipc is None]
-        inbox = self.desk.open([handle.size_bytes for handle in shared] + [HOLD_FILE_BYTES] * wanted.hold_file)
+        sizes_bytes = [handle.size_bytes for handle in shared] + [HOLD_FILE_BYTES] * wanted.hold_file
+        if wanted.block_generations:
+            sizes_bytes.append(wanted.layout.block_count * GENERATION_BYTES)
+        inbox = self.desk.open(sizes_bytes)
         try:
             send(gpuagent_pb2.EngineResponse(registered=self._registered(session, inbox.token)))
             await inbox.wait(OFFER_TIMEOUT_S)
             self.engine.claim(session, inbox.process)
             descriptors = inbox.take()
             # Nothing is awaited in between: the descriptors always have an owner.
+            generations = descriptors.pop() if wanted.block_generations else None
             hold_file = HoldFile(descriptors.pop()) if wanted.hold_file else None
             handles = [replace(handle, descriptor=fd) for handle, fd in zip(shared, descriptors, strict=True)]
-            await session.map_cache(handles or wanted.handles, wanted.events, hold_file)
+            await session.map_cache(handles or wanted.handles, wanted.events, hold_file, generations)
         finally:
             self.desk.drop(inbox)
         send(gpuagent_pb2.EngineResponse(ready=self._ready()))
@@ -188,6 +193,7 @@ _ROLES = {
     "kept": Role.NOTICE,
     "cancel": Role.NOTICE,
     "event_recorded": Role.NOTICE,
+    "cached": Role.NOTICE,
     "heartbeat": Role.HEARTBEAT,
     "close": Role.CLOSE,
 }
@@ -237,6 +243,8 @@ class EngineHandler:
                 self._note_still_valid(request.request_id, request.kept)
             case "cancel":
                 self._session.cancel(request.cancel.target_request_id)
+            case "cached":
+                self._session.announce(*cached_from_proto(request.cached))
             case _:
                 self._session.events.announce(engine_event_from_proto(request.event_recorded))
         return None
@@ -326,7 +334,15 @@ class EngineHandler:
             send(Response(load_progress=progress))
 
         span, speed_s = span_from_proto(load), compute_speed_from_proto(load)
-        outcome = await self._session.load(request.request_id, span, wait_s, report, after, compute_s_per_token=speed_s)
+        outcome = await self._session.load(
+            request.request_id,
+            span,
+            wait_s,
+            report,
+            after,
+            compute_s_per_token=speed_s,
+            from_gpu=load.from_gpu,
+        )
         return Response(load_done=load_done_to_proto(outcome))
 
     async def _lease(self, request: Request) -> Response:

@@ -135,6 +135,13 @@ class LocationStore(Protocol):
         """The same as `entries` for one part of a group, which may be split or not."""
         ...
 
+    def group_heads(self, keyspace: bytes) -> AsyncIterator[list[bytes]]:
+        """Yield the heads of all groups of a keyspace that have a chunk, some at a time.
+
+        One may come twice; one that gets its first chunk meanwhile may be missing, but no other.
+        """
+        ...
+
     def chunks(self) -> AsyncIterator[list[NamedChunk]]:
         """Yield all chunks, a few at a time. A chunk may come twice; one that is added meanwhile may be missing."""
         ...

@@ -157,16 +157,16 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
             version=versions.own_version_to_proto(),
         )
 
-    async def RenewLeases(
+    async def RenewLeases(  # type: ignore[override]  # a coroutine, as below: a large cluster has ten thousand streams
         self,
         request_iterator: AsyncIterator[pb.RenewLeasesRequest],
         context: Context[pb.RenewLeasesRequest, pb.RenewLeasesResponse],
-    ) -> AsyncIterator[pb.RenewLeasesResponse]:
+    ) -> None:
         async with self._engine.streams.track():
             async for request in request_iterator:
                 renewals = convert.convert_items(request.renewals, _renewal, "renewal", most=self._max_items)
                 refusals, loaded, idle = await self._engine.renew_leases(renewals)
-                yield pb.RenewLeasesResponse(
+                answer = pb.RenewLeasesResponse(
                     lease_ttl_ms=loaded.lease_ttl_ms,
                     renew_interval_ms=loaded.renew_interval_ms,
                     idle_lease_ttl_ms=idle.lease_ttl_ms,
@@ -178,6 +178,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
                         if error is not None
                     ],
                 )
+                await context.write(answer)
 
     async def EndLease(
         self, request: pb.EndLeaseRequest, context: Context[pb.EndLeaseRequest, pb.EndLeaseResponse]
@@ -226,16 +227,15 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
 
     def _announced(self, request: pb.AnnounceRequest) -> list[cluster.LocationChange]:
         """The changes that a request of an announce stream carries. Raises InvalidRequest."""
-        convert_one = convert_cluster.location_change_from_proto
         match request.WhichOneof("kind"):
             case "batch":
+                convert_one = convert_cluster.location_change_from_proto
                 return convert.convert_items(request.batch.changes, convert_one, "change", most=self._max_items)
             case "replace_range":
-                held = request.replace_range.locations
-                return convert.convert_items(held, convert_one, "location", most=self._max_items)
+                return convert_cluster.held_chunks_from_proto(request.replace_range.held, most=self._max_items)
             case "replace_part":
-                held = request.replace_part.locations
-                return convert.convert_items(held, convert_one, "location", most=self._max_items * PART_BATCHES)
+                most = self._max_items * PART_BATCHES
+                return convert_cluster.held_chunks_from_proto(request.replace_part.held, most=most)
         return []
 
     async def Match(
@@ -289,6 +289,18 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
             async with aclosing(watch) as events:
                 async for event in events:
                     yield self._watch_messages.pack(event)
+
+    async def ListChainGroups(
+        self,
+        request: pb.ListChainGroupsRequest,
+        context: Context[pb.ListChainGroupsRequest, pb.ListChainGroupsResponse],
+    ) -> AsyncIterator[pb.ListChainGroupsResponse]:
+        async with self._engine.streams.track():
+            heads = await self._engine.chain_groups(
+                self._tenant(), convert.check_id(request.keyspace_id, "keyspace_id")
+            )
+            for at in range(0, len(heads), _LISTED_BYTES):
+                yield pb.ListChainGroupsResponse(group_head_hashes=heads[at : at + _LISTED_BYTES])
 
     async def DropKeyspaceLocations(
         self,
@@ -354,6 +366,7 @@ def _renewal(message: pb.LeaseToRenew) -> Renewal:
     return Renewal(node_id=node_id, incarnation=message.incarnation, load=load)
 
 
+_LISTED_BYTES: Final = 16 * 16_384  # of hashes in one message
 _KEPT_BATCHES: Final = 64
 _CHUNKS_TAG: Final = bytes([6 << 3 | 2])  # of WatchResponse.chunks
 

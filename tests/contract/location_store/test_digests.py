@@ -26,7 +26,7 @@ async def made_of(store: IndexStore, ordinal: int, places: Sequence[tuple[bytes,
     return {number: digest for number, digest in found.items() if digest}
 
 
-async def told(store: IndexStore, ordinal: int) -> dict[int, int]:
+async def reported(store: IndexStore, ordinal: int) -> dict[int, int]:
     digests = await store.locations.digests(ordinal, ALL)
     return {number: digest for number, digest in zip(ALL, digests, strict=True) if digest}
 
@@ -44,7 +44,7 @@ async def test_digests_say_what_the_entries_say(harness: Harness) -> None:
 
     async def agree() -> None:
         for fence in (one, other):
-            assert await told(harness.peer, fence.ordinal) == await made_of(store, fence.ordinal, places)
+            assert await reported(harness.peer, fence.ordinal) == await made_of(store, fence.ordinal, places)
 
     for fence in (one, other):
         changes = [change(fence.ordinal, *place, added=masks[number % 4]) for number, place in enumerate(places)]
@@ -56,8 +56,8 @@ async def test_digests_say_what_the_entries_say(harness: Harness) -> None:
     await agree()
     async for _ in harness.peer.locations.drop(KEYSPACE, one.ordinal):
         await agree()
-    assert await told(store, one.ordinal) == {}
-    assert await told(store, other.ordinal) != {}
+    assert await reported(store, one.ordinal) == {}
+    assert await reported(store, other.ordinal) != {}
     assert await store.locations.digests(other.ordinal, []) == []
 
 
@@ -65,16 +65,16 @@ async def test_digests_can_be_corrected(harness: Harness) -> None:
     store, fence = harness.store, await open_stream(harness.store)
     place = (secrets.token_bytes(16), secrets.token_bytes(16))
     await store.locations.apply(fence, [change(fence.ordinal, *place, added=(0, 1, 0))])
-    true = await told(store, fence.ordinal)
+    true = await reported(store, fence.ordinal)
     number = range_of(place[1])
     beside = (number + 1) % RANGE_COUNT
     wrong = {number: 5, beside: 6}
     assert await store.locations.correct_digests(fence.ordinal, {number: (true[number], 5), beside: (0, 6)}) == 2
-    assert await told(store, fence.ordinal) == wrong
+    assert await reported(store, fence.ordinal) == wrong
     assert await store.locations.correct_digests(fence.ordinal, {number: (true[number], 7), beside: (0, 8)}) == 0
-    assert await told(store, fence.ordinal) == wrong, "they had changed since they were found wrong"
+    assert await reported(store, fence.ordinal) == wrong, "they had changed since they were found wrong"
     assert await store.locations.correct_digests(fence.ordinal, {number: (5, true[number]), beside: (6, 0)}) == 2
-    assert await told(store, fence.ordinal) == true
+    assert await reported(store, fence.ordinal) == true
     assert await store.locations.correct_digests(fence.ordinal, {}) == 0
 
 

@@ -43,7 +43,7 @@ async def test_waiting_outlasts_the_timeout_of_calls(harness: Harness) -> None:
     assert await harness.store.events.read(0, ORIGIN, limit=1, wait_s=0.7) == []
 
 
-async def test_it_is_told_when_entries_are_gone(harness: Harness) -> None:
+async def test_it_is_reported_when_entries_are_gone(harness: Harness) -> None:
     log = harness.store.events
     assert await log.is_kept(0, ORIGIN)
     await log.append([(0, b"first")])

@@ -89,6 +89,27 @@ async def test_chains_are_read_together_as_they_are_alone(harness: Harness) -> N
     assert await store.locations.read_chains(queries[2:3] * 2) == [[], []]
 
 
+async def test_groups_that_have_a_chunk_are_listed(harness: Harness) -> None:
+    store, other = harness.store, secrets.token_bytes(16)
+    fence = await open_stream(store)
+    heads = [secrets.token_bytes(16) for _ in range(40)]
+    below = secrets.token_bytes(16)
+
+    async def listed(keyspace: bytes) -> list[bytes]:
+        return sorted({head async for some in harness.peer.locations.group_heads(keyspace) for head in some})
+
+    assert await listed(KEYSPACE) == []
+    added = [change(fence.ordinal, head, head, added=staging(1)) for head in heads]
+    added += [change(fence.ordinal, below, head, added=staging(1)) for head in heads[:20]]
+    added += [change(fence.ordinal, heads[0], heads[0], added=staging(1), keyspace=other)]
+    await store.locations.apply(fence, added)
+    assert (await listed(KEYSPACE), await listed(other)) == (sorted(heads), heads[:1])
+    await store.locations.apply(fence, [change(fence.ordinal, head, head, removed=EVERY_SHARD) for head in heads])
+    assert await listed(KEYSPACE) == sorted(heads[:20]), "the others have no chunk any more"
+    await store.nodes.end(fence.node_id, fence.incarnation)
+    assert await listed(KEYSPACE) == sorted(heads[:20]), "their node may come back"
+
+
 async def test_a_large_batch_and_an_empty_one(harness: Harness) -> None:
     store = harness.store
     fence = await open_stream(store)
@@ -125,7 +146,7 @@ async def test_shards_come_and_go_by_tier(harness: Harness) -> None:
     assert await value_of(store, chunk, head) is None
 
 
-async def test_all_64_shards_are_told_apart(harness: Harness) -> None:
+async def test_all_64_shards_are_distinguished(harness: Harness) -> None:
     store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
     fence = await open_stream(store)
     grid, top = (1 << 64) - 1, 1 << 63
@@ -199,7 +220,7 @@ async def test_batches_are_idempotent_and_versions_grow(harness: Harness) -> Non
     (gone,) = await store.locations.apply(fence, drop)
     assert gone.value == b"" and gone.version > first.version
     (back,) = await store.locations.apply(fence, add)
-    assert back.version > gone.version, "also over a time in which nobody had the chunk"
+    assert back.version > gone.version, "also over a time in which no node had the chunk"
 
 
 async def test_a_later_stream_fences_an_earlier_one(harness: Harness) -> None:
@@ -239,7 +260,7 @@ async def test_a_stream_outlives_no_lease(harness: Harness) -> None:
         await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(1))])
 
 
-async def test_remove_tells_what_was_there(harness: Harness) -> None:
+async def test_remove_returns_what_was_there(harness: Harness) -> None:
     store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
     fence = await open_stream(store)
     await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(0b11))])

@@ -33,8 +33,8 @@ async def test_a_policy_is_seen_whole_by_all_replicas(harness: Harness) -> None:
     keyspace = new_keyspace()
     version = await harness.store.policies.set(keyspace, POLICY)
     assert version > 0
-    told = VersionedPolicy(keyspace=keyspace, policy=POLICY, version=version)
-    assert await harness.peer.policies.get([new_keyspace(), keyspace]) == [told]
+    reported = VersionedPolicy(keyspace=keyspace, policy=POLICY, version=version)
+    assert await harness.peer.policies.get([new_keyspace(), keyspace]) == [reported]
     assert await harness.peer.policies.version() == version
 
 
@@ -67,12 +67,12 @@ async def test_what_the_store_lost_comes_back_and_what_is_newer_stays(harness: H
     assert await harness.store.policies.set(lost, POLICY) > version + 5, "never a version that was in use"
 
 
-async def test_nobody_can_put_a_policy_out_of_reach_of_operators(harness: Harness) -> None:
+async def test_no_client_can_put_a_policy_out_of_reach_of_operators(harness: Harness) -> None:
     keyspace = new_keyspace()
     version = await harness.store.policies.set(keyspace, POLICY)
     for beyond in (version + (48 * 3600 * 1_000_000), 1 << 53):
         pinned = VersionedPolicy(keyspace=keyspace, policy=replace(POLICY, quota_bytes=1), version=beyond)
         await harness.peer.policies.restore([pinned])
-        told = VersionedPolicy(keyspace=keyspace, policy=POLICY, version=version)
-        assert await harness.store.policies.get([keyspace]) == [told]
+        reported = VersionedPolicy(keyspace=keyspace, policy=POLICY, version=version)
+        assert await harness.store.policies.get([keyspace]) == [reported]
         assert await harness.store.policies.version() == version

@@ -16,7 +16,7 @@ from kvpool_index.adapters.redis_reads import group_key, part_keys, split_groups
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.core.entries import EVERY_SHARD, SPLIT_CHUNKS, GroupRead, TierMasks, decode_value
 from kvpool_index.ports import StreamFence
-from tests.contract.location_store.test_digests import told
+from tests.contract.location_store.test_digests import reported
 from tests.contract.location_store.test_locations import GRID, KEYSPACE, change, open_stream, staging
 from tests.contract.location_store.test_split_groups import check_digests, fill, split_groups
 from tests.fixtures.patience import PATIENCE_S
@@ -147,7 +147,7 @@ async def test_a_group_that_loses_its_chunks_on_the_move_is_not_listed_after_it(
     async for _ in store.locations.drop(KEYSPACE, fence.ordinal):
         pass
     assert await split_groups(store, fence.ordinal, range_of(head)) == {}
-    assert await told(store, fence.ordinal) == {}
+    assert await reported(store, fence.ordinal) == {}
     groups = {group_key(moving.prefix, KEYSPACE, each) for each in (head, beside)}
     assert {key for key in moving.keys(moving.target) if key.startswith(moving.prefix + b":")} <= groups
 

@@ -11,7 +11,7 @@ from kvpool.core.location_digest import PART_COUNT, PartSpan, SplitGroup, finger
 from kvpool_index.core.entries import EVERY_SHARD, SPLIT_CHUNKS, NodeEntry, TierMasks
 from kvpool_index.ports import IndexStore, StreamFence
 from tests.contract.location_store.conftest import Harness
-from tests.contract.location_store.test_digests import entries, told
+from tests.contract.location_store.test_digests import entries, reported
 from tests.contract.location_store.test_locations import (
     GRID,
     KEYSPACE,
@@ -59,7 +59,7 @@ async def check_digests(store: IndexStore, ordinal: int, head: bytes, held: dict
     whole = 0
     for digest in found:
         whole ^= digest
-    assert await told(store, ordinal) == ({range_of(head): whole} if whole else {})
+    assert await reported(store, ordinal) == ({range_of(head): whole} if whole else {})
 
 
 async def test_chunks_of_a_split_group_are_read_and_changed_like_others(harness: Harness) -> None:
@@ -165,6 +165,8 @@ async def test_a_split_group_is_walked_over_in_steps(harness: Harness) -> None:
     assert sum(other.ordinal in ordinals for ordinals in named.values()) == 100
 
     assert await entries(store, one.ordinal) == beside, "what is in parts is named part by part"
+    listed = {each async for some in store.locations.group_heads(KEYSPACE) for each in some}
+    assert listed == {head, small[0]}
     part = part_of(chunks[0])
     found = {
         entry
@@ -190,8 +192,8 @@ async def test_a_split_group_is_dropped_in_steps(harness: Harness, whole: bool) 
         assert len(step) <= STEP_MOST
         dropped += [state.chunk_hash[:8] for state in step]
     assert sorted(dropped) == sorted(chunk[:8] for chunk in chunks)
-    assert await told(store, mine.ordinal) == {}
-    assert (await told(store, other.ordinal) == {}) is whole
+    assert await reported(store, mine.ordinal) == {}
+    assert (await reported(store, other.ordinal) == {}) is whole
     if whole:
         assert await split_groups(store, mine.ordinal, range_of(head)) == {}
         again = [secrets.token_bytes(16) for _ in range(3)]
@@ -234,13 +236,13 @@ async def test_digests_of_parts_can_be_corrected(harness: Harness) -> None:
     held = dict.fromkeys(chunks, staging(GRID))
     true = part_digests(head, held)[span.part]
     number = range_of(head)
-    whole = (await told(store, fence.ordinal))[number]
+    whole = (await reported(store, fence.ordinal))[number]
     assert not await store.locations.correct_part_digest(fence.ordinal, span, true ^ 1, 5), "it has changed"
     await check_digests(store, fence.ordinal, head, held)
     for before, after in ((true, 5), (5, 0), (0, 1 << 63)):
         assert await store.locations.correct_part_digest(fence.ordinal, span, before, after)
         assert await store.locations.part_digest(fence.ordinal, span) == after
-        assert await told(store, fence.ordinal) == {number: whole ^ true ^ after}
+        assert await reported(store, fence.ordinal) == {number: whole ^ true ^ after}
     assert await store.locations.correct_part_digest(fence.ordinal, span, 1 << 63, true)
     await check_digests(store, fence.ordinal, head, held)
 

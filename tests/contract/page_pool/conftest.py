@@ -15,7 +15,6 @@ from kvpool.client.pagestore import SessionPlan
 from kvpool.core.cluster import ChainMatch, ChainQuery, NodeInfo, RemoteSource, StaleLocation
 from kvpool.core.outcome import Tier
 from kvpool.core.spans import PageSpan
-from kvpool_gpuagent.adapters import arena_pool, stream_pool
 from kvpool_gpuagent.adapters.arena_pool import ArenaLink, ArenaPool
 from kvpool_gpuagent.adapters.page_streams import PeerClients
 from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
@@ -30,7 +29,7 @@ from tests.fixtures.pagestore import (
     new_world,
 )
 from tests.fixtures.pagestore_server import Served, served
-from tests.fixtures.patience import PATIENCE_S, patient
+from tests.fixtures.patience import patient, patient_agents
 
 WINDOW_PAGES = 8
 
@@ -41,7 +40,7 @@ class Pools:
 
     make: Callable[[], PagePool]
     slots_out: Callable[[PagePool], int]
-    sources: tuple[RemoteSource, ...] = ()  # where a reader is to be told that pages may be
+    sources: tuple[RemoteSource, ...] = ()  # where a reader is to learn that pages may be
 
     def span(self, numbers: Sequence[int]) -> PageSpan:
         """Shard 0 of chunks with consecutive numbers, at least one."""
@@ -70,7 +69,7 @@ class RecordedIndex:
     async def place(self, keyspace: bytes, chain_head_hash: bytes, *, host_id: str = "") -> list[NodeInfo]:
         return [self._node]
 
-    async def match(self, query: ChainQuery) -> ChainMatch:
+    async def match(self, query: ChainQuery, *, timeout_s: float) -> ChainMatch:
         hashes = [query.chunk_hashes[at : at + 16] for at in range(0, len(query.chunk_hashes), 16)]
         count = 0
         for one in hashes:
@@ -127,8 +126,6 @@ def _source(store: Served) -> RemoteSource:
 
 @pytest.fixture(params=[memory_pools, arena_pools, stream_pools], ids=["memory", "arena", "stream"])
 async def pools(request: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
-    monkeypatch.setattr(arena_pool, "CONNECT_WAIT_S", PATIENCE_S)
-    for module in (arena_pool, stream_pool):
-        monkeypatch.setattr(module, "RESERVE_WAIT_S", PATIENCE_S)
+    patient_agents(monkeypatch)
     async with request.param() as made:
         yield made

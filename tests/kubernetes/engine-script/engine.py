@@ -76,7 +76,7 @@ def handler_of(engine: Engine) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Nothing: whoever asks writes down what came."""
+            """Nothing: the caller logs what came."""
 
     return Handler
 

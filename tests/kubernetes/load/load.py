@@ -1,6 +1,6 @@
 """Load on engines, and a check of every token. In a pod: `python load.py URL --clients 2 --rate 2`.
 
-Prompts share prefixes: one of a few documents, then a question. Some requests bring a document that nobody has seen,
+Prompts share prefixes: one of a few documents, then a question. Some requests bring a document that no engine has seen,
 which engines then store. What is right is what an engine says without kvpool; it is asked once for each prompt. One
 line of JSON on stdout for each request, until SIGTERM.
 """

@@ -44,7 +44,7 @@ def running(tmp_path: Path, script: str = SERVER) -> Iterator[Child]:
         assert child.wait(PATIENCE_S)
 
 
-def test_a_restarted_process_is_told_the_ports_it_had(tmp_path: Path) -> None:
+def test_a_restarted_process_gets_the_ports_it_had(tmp_path: Path) -> None:
     with running(tmp_path) as child:
         child.wait_ready(lambda: False)
         assert child.endpoints["endpoint"] == "h:7"

@@ -24,12 +24,21 @@ def test_the_page_is_current() -> None:
 
 def shown() -> Iterator[str]:
     """Each command of a fenced block in any document, without its comment; `a | b` are two commands."""
-    for path in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))):
+    documents = [
+        path
+        for folder in ("docs", "k8s", "services", "clients", "bench")
+        for path in REPOSITORY.glob(f"{folder}/**/*.md")
+    ]
+    for path in (REPOSITORY / "README.md", *sorted(documents)):
         for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 for part in re.split(r" \|\|? | && |;|\$\(", line.split(" #")[0]):
                     if part.strip().startswith("kvpool "):
                         yield part.strip().rstrip("&)").strip()
+
+
+def test_the_page_has_options_whose_names_begin_as_a_shared_one_does() -> None:
+    assert "* `--index-port PORT`" in generate_cli_docs.PAGE.read_text()
 
 
 @pytest.mark.parametrize("text", sorted(set(shown())))
@@ -41,7 +50,10 @@ def test_a_command_that_documents_show_is_understood(text: str) -> None:
         command = command.commands[words.pop(0)]
     assert not hasattr(command, "commands") or not words or words[0].startswith("--"), f"{text}: no such command"
     known = {flag for parameter in command.params for flag in getattr(parameter, "opts", ())} | {"--help", "-h"}
-    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+    options = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert options <= known
+    if text.startswith("kvpool cluster up "):
+        assert not any(option.startswith("--tls-") for option in options), "its services take --service-*"
 
 
 def test_documents_show_commands() -> None:

@@ -128,7 +128,7 @@ def test_every_process_ends_with_us(tmp_path: Path) -> None:
         assert store.process.command[1:4] == ("-m", "kvpool_cli.parent_death_guard", str(os.getpid()))
 
 
-def test_a_cluster_speaks_tls_only_when_told_and_then_all_of_it(tmp_path: Path) -> None:
+def test_a_cluster_speaks_tls_only_when_configured_and_then_all_of_it(tmp_path: Path) -> None:
     plain = ClusterOptions(state_dir=tmp_path)
     secure = ClusterOptions(
         state_dir=tmp_path,

@@ -40,7 +40,7 @@ def test_a_name_that_came_out_empty_is_not_taken_for_all(option: str, capsys: py
 
 
 @pytest.mark.parametrize("argv", [*([*one, "--yes"] for one in DESTRUCTIVE[:3]), ["cache", "clear", "--dry-run"]])
-@pytest.mark.slow
+@pytest.mark.usefixtures("no_retries")
 def test_with_yes_or_as_a_dry_run_it_calls_the_cluster(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*argv, "--index", "127.0.0.1:1"]) == 1
     assert "the index at 127.0.0.1:1 does not answer" in capsys.readouterr().err

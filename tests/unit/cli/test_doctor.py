@@ -61,12 +61,12 @@ def test_memory_that_is_not_there_is_bad(tmp_path: Path) -> None:
     ("limit", "level"),
     [(256, Level.ERROR), (4096, Level.WARNING), (resource.RLIM_INFINITY, Level.OK), (65536, Level.OK)],
 )
-def test_few_descriptors_are_told_of(limit: int, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_descriptors_are_reported(limit: int, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     assert levels(list(descriptors()))["nofile"] is level
 
 
-def test_a_kernel_that_gets_in_the_way_is_told_of(tmp_path: Path) -> None:
+def test_a_kernel_that_gets_in_the_way_is_reported(tmp_path: Path) -> None:
     root = fake_root(
         tmp_path,
         proc__sys__kernel__osrelease="5.4.0-generic\n",
@@ -85,7 +85,7 @@ def test_a_kernel_that_gets_in_the_way_is_told_of(tmp_path: Path) -> None:
     assert levels(list(kernel(Machine(root=tmp_path / "nothing")))) == {"kernel": Level.OK}
 
 
-def test_gpus_that_cannot_be_shared_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_cannot_be_shared_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(list(examine_gpu(Machine(root=tmp_path), []))) == {
         "gpu": Level.SKIPPED,
         "pid_namespace": Level.SKIPPED,
@@ -98,7 +98,7 @@ def test_gpus_that_cannot_be_shared_are_told_of(tmp_path: Path, monkeypatch: pyt
     assert levels(list(examine_gpu(Machine(root=root), [])))["gpu"] is Level.OK
 
 
-def test_an_agent_that_is_gone_or_in_another_namespace_is_told_of(tmp_path: Path) -> None:
+def test_an_agent_that_is_gone_or_in_another_namespace_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "agent.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -169,7 +169,7 @@ class ScriptedRedis:
         (ScriptedRedis(), "clock", Level.OK),
     ],
 )
-def test_a_redis_that_would_lose_what_it_is_told_is_told_of(redis: ScriptedRedis, subject: str, level: Level) -> None:
+def test_a_redis_that_would_lose_what_it_stores_is_reported(redis: ScriptedRedis, subject: str, level: Level) -> None:
     assert levels(list(examine_server("redis", redis)))[subject] is level
 
 
@@ -225,7 +225,7 @@ def test_versions_of_nodes_are_compared() -> None:
     assert mixed.level is Level.WARNING and "1 of 0.2.0, 2 of 0.3.0" in mixed.message
 
 
-def test_problems_and_versions_of_a_cluster_are_told() -> None:
+def test_problems_and_versions_of_a_cluster_are_reported() -> None:
     document: dict[str, Any] = {
         "index": {"version": "0.1.9"},
         "store": {"kind": "redis"},
@@ -237,14 +237,14 @@ def test_problems_and_versions_of_a_cluster_are_told() -> None:
     assert levels(list(examine_status(document))) == {"cluster": Level.OK, "version": Level.WARNING}
 
 
-def test_packages_that_are_missing_or_old_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_missing_or_old_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(list(examine_packages()))["packages"] in (Level.OK, Level.SKIPPED)
     monkeypatch.setattr(cluster, "requires", lambda name: ["grpcio>=999.1", "not-there>=1", 'x>=1; extra == "y"'])
     (found,) = examine_packages()
     assert found.level is Level.ERROR and "grpcio" in found.message and "not-there is missing" in found.message
 
 
-def test_findings_are_told_the_worst_last() -> None:
+def test_findings_are_reported_the_worst_last() -> None:
     findings = [
         failure("b", "is bad", "mend it"),
         ok("a", "is well"),

@@ -20,6 +20,6 @@ def test_an_answer_that_took_long_is_no_clock_that_is_off(began_s: float, ended_
     assert lead_s(1_003.0, 1_003.0, began_s=began_s, ended_s=ended_s) == ahead_s
 
 
-def test_a_clock_that_tells_whole_seconds_may_be_anywhere_in_one() -> None:
+def test_a_clock_of_whole_seconds_may_be_anywhere_in_one() -> None:
     assert lead_s(1_003.0, 1_004.0, began_s=1_003.9, ended_s=1_003.9) == 0.0
     assert lead_s(1_003.0, 1_004.0, began_s=1_005.0, ended_s=1_005.5) == -1.0

@@ -41,8 +41,8 @@ def test_a_drain_that_ended() -> None:
 
 def test_one_that_is_blocked_says_why_and_how_far_it_came() -> None:
     blocked = DrainBlocked("no other pagestore has room")
-    told = progress(remaining_chunk_count=9, done=False)
-    (node,) = to_document(Drained(node=NODE, was_cancelled=False, progress=told, error=blocked))["nodes"]
+    reported = progress(remaining_chunk_count=9, done=False)
+    (node,) = to_document(Drained(node=NODE, was_cancelled=False, progress=reported, error=blocked))["nodes"]
     assert (node["done"], node["moved_pages"], node["remaining_chunks"]) == (False, 7, 9)
     assert "no other pagestore has room" in node["error"]
 

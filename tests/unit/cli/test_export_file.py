@@ -19,6 +19,7 @@ from kvpool.core.export_format import (
     HEAD_BYTES,
     MAGIC,
     SUM_BYTES,
+    VERSION,
     End,
     mac_of,
     manifest_of,
@@ -129,9 +130,9 @@ def test_any_flipped_bit_is_refused(tmp_path: Path) -> None:
     [
         (b"", "no file that `kvpool cache export` wrote"),
         (b"PK\x03\x04" + bytes(100), "no file that `kvpool cache export` wrote"),
-        (MANIFEST.pack()[:8] + struct.pack("<HHI", 3, 0, 10) + bytes(40), "format version 3"),
-        (MANIFEST.pack()[:8] + struct.pack("<HHI", 2, 0, 0) + bytes(40), "manifest would have 0 bytes"),
-        (MANIFEST.pack()[:8] + struct.pack("<HHI", 2, 0, (1 << 32) - 1) + bytes(40), "at most 65536"),
+        (MANIFEST.pack()[:8] + struct.pack("<HHI", VERSION + 1, 0, 10) + bytes(40), f"format version {VERSION + 1}"),
+        (MANIFEST.pack()[:8] + struct.pack("<HHI", VERSION, 0, 0) + bytes(40), "manifest would have 0 bytes"),
+        (MANIFEST.pack()[:8] + struct.pack("<HHI", VERSION, 0, (1 << 32) - 1) + bytes(40), "at most 65536"),
         (forged(one_chunk(1) + one_chunk(1), 2), "twice"),
         (forged(one_chunk(2), 1), "before it is not there"),
         (forged(one_chunk(1) + one_chunk(3), 2), "before it is not there"),
@@ -217,7 +218,7 @@ def test_an_unfinished_export_is_gone_on_with(cut_bytes: int, tmp_path: Path) ->
     assert path.read_bytes() == whole and not partial.exists()
 
 
-def test_an_export_that_ended_right_before_it_got_its_name_is_ended_anew(tmp_path: Path) -> None:
+def test_an_export_that_ended_right_before_it_got_its_name_is_ended_again(tmp_path: Path) -> None:
     path = tmp_path / "file.kvpx"
     digest = write_file(path, 2)
     path.rename(tmp_path / "file.kvpx.partial")
@@ -228,7 +229,7 @@ def test_an_export_that_ended_right_before_it_got_its_name_is_ended_anew(tmp_pat
 
 
 @pytest.mark.parametrize("begun", [b"", MAGIC[:3], MAGIC, MAGIC + b"rubbish" * 100])
-def test_an_unfinished_file_without_a_manifest_is_begun_anew(begun: bytes, tmp_path: Path) -> None:
+def test_an_unfinished_file_without_a_manifest_is_begun_again(begun: bytes, tmp_path: Path) -> None:
     path = tmp_path / "file.kvpx"
     (tmp_path / "file.kvpx.partial").write_bytes(begun)
     write_file(path, 2)
@@ -242,7 +243,7 @@ def test_a_file_of_somebody_else_with_the_name_of_an_unfinished_export_is_left_a
         write_file(tmp_path / "file.kvpx", 2)
     assert partial.read_bytes() == b"half of a download"
     partial.unlink()
-    os.mkfifo(partial)  # waiting for whoever writes there would hang
+    os.mkfifo(partial)  # waiting for a writer would hang
     with pytest.raises(CommandFailed, match="not a regular file"):
         write_file(tmp_path / "file.kvpx", 2)
 

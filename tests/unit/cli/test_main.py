@@ -148,7 +148,7 @@ def test_the_state_directory_comes_from_anywhere_on_the_line_or_the_environment(
         assert str(tmp_path / "flag") in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("no_retries")
 def test_the_index_comes_from_the_environment_unless_the_line_names_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,7 +46,7 @@ def test_sizes_are_shown_in_their_largest_unit(size_bytes: int, text: str) -> No
         (["doctor", "--arena-bytes", "1gb"], "'1gb' is not a size; write a whole number"),
     ],
 )
-def test_a_value_that_is_not_understood_is_told_with_what_would_be(
+def test_a_value_that_is_not_understood_is_reported_with_what_would_be(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2

@@ -50,8 +50,8 @@ def test_policies_are_shown_to_people_and_programs() -> None:
     policy = KeyspacePolicy(
         write_policy=WritePolicy.SELECTIVE, selective_min_uses=3, quota_bytes=1 << 30, retention=Retention(ttl_ms=9)
     )
-    told = VersionedPolicy(keyspace=b"k" * 16, policy=policy, version=4)
-    one = NamedKeyspace(name="chat", keyspace=b"k" * 16, spec=SPEC, policy=told)
+    reported = VersionedPolicy(keyspace=b"k" * 16, policy=policy, version=4)
+    one = NamedKeyspace(name="chat", keyspace=b"k" * 16, spec=SPEC, policy=reported)
     none = NamedKeyspace(name="other", keyspace=b"o" * 16, spec=SPEC)
     text = as_text(render([one, none]))
     for part in ("chat", "selective", "1.0 GiB", "3 uses", "9 ms"):

@@ -37,10 +37,10 @@ def test_a_models_config_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     document = ask(capsys, written(tmp_path, LLAMA_8B), "--arena-bytes", "64GiB", "--disk-bytes", "1TiB")
     assert document["geometry"] == {"layers": 32, "kv_heads": 8, "head_dim": 128, "latent_dim": 0}
     assert document["token_bytes"] == 131072
-    assert (document["chunk"]["pages"], document["chunk"]["tp_degrees"]) == (4, [1, 2, 4, 8])
+    assert (document["chunk"]["pages"], document["chunk"]["tp_degrees"]) == (2, [1, 2, 4, 8])
     assert document["chunk"]["tokens"] == ENGINE_CHUNK_TOKENS
-    assert document["staging"] == {"capacity_bytes": 64 << 30, "segment_bytes": 1 << 30, "tokens": 522_240}
-    assert document["disk"]["tokens"] == 7_991_424
+    assert document["staging"] == {"capacity_bytes": 64 << 30, "segment_bytes": 1 << 30, "tokens": 520_192}
+    assert document["disk"]["tokens"] == 7_995_392
     assert ask(capsys, written(tmp_path, {"text_config": LLAMA_8B}))["token_bytes"] == 131072
     assert ask(capsys, written(tmp_path, DEEPSEEK_V3))["geometry"]["latent_dim"] == 576
 

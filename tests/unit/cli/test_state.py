@@ -49,13 +49,13 @@ def test_a_state_below_a_file_is_none_and_cannot_be_written(tmp_path: Path) -> N
         write_state(tmp_path / "file", STATE)
 
 
-def test_a_process_is_told_from_a_later_one_of_the_same_pid() -> None:
+def test_a_process_is_distinguished_from_a_later_one_of_the_same_pid() -> None:
     assert OWN.alive() and STATE.supervised()
     assert not replace(OWN, start_ticks=OWN.start_ticks + 1).alive()
     assert not replace(STATE, supervisor_start_ticks=OWN.start_ticks + 1).supervised()
 
 
-def test_a_process_that_ended_is_not_alive_though_nobody_has_reaped_it() -> None:
+def test_a_process_that_ended_is_not_alive_even_before_it_is_reaped() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         state = replace(OWN, pid=process.pid, start_ticks=start_ticks(process.pid))
         assert state.alive()

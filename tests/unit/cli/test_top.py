@@ -125,7 +125,7 @@ def test_a_counter_that_went_back_and_a_node_that_came_make_no_negative_or_huge_
     assert [row.stats.read_bytes["staging"] for row in seen.hosts] == [50.0, 0.0]
 
 
-def test_a_node_without_metrics_shows_what_it_told_the_index() -> None:
+def test_a_node_without_metrics_shows_what_it_reported_to_the_index() -> None:
     quiet = node(NodeKind.PAGESTORE, 3, None)
     (row,) = view(snapshot(0.0, quiet), snapshot(1.0, quiet)).hosts
     assert (row.stats.staging_used_bytes, row.states, row.healthy) == (100, ["no metrics"], True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvpool.core.location_digest import ChunkPlaces, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2, index_pb2_grpc
 from kvpool.wire.convert import item_error_to_proto
+from kvpool.wire.convert_cluster import held_chunks_from_proto, location_change_from_proto
 from kvpool_server.node.node_link import NodeLink, NodeLinkConfig
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.servers import Script, Streams, refuse, serve, test_config
@@ -63,6 +64,7 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
         self.digests: dict[int, int] = {}  # by range
         self.encodings: list[bytes] = []
         self.compared = 0
+        self.drop_time_s = 0.0  # what the caller of the latest drop gave it
 
     async def RegisterNode(self, request: Any, context: Any) -> Any:
         if self.register_error is not None:
@@ -119,6 +121,7 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
 
     async def DropKeyspaceLocations(self, request: Any, context: Any) -> Any:
         self.dropped.append(request.keyspace_id)
+        self.drop_time_s = context.time_remaining()
         return index_pb2.DropKeyspaceLocationsResponse()
 
     async def ReportStale(self, request: Any, context: Any) -> Any:
@@ -166,11 +169,13 @@ class Node:
     def chunks(self) -> list[ChunkPlaces]:
         return [ChunkPlaces(KEYSPACE, bytes([chunk]) * 16, bytes(16)) for chunk in self.truth]
 
-    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
-        self.located += 1
-        self.on_locate()
-        shards = self.truth.get(chunk_hash[0], 0)
-        return [HeldChunk(bytes(16), (0, shards, 0), 0b11)] if keyspace == KEYSPACE and shards else []
+    def locate(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> Iterator[tuple[bytes, HeldChunk]]:
+        for chunk_hash in chunk_hashes:
+            self.located += 1
+            self.on_locate()
+            shards = self.truth.get(chunk_hash[0], 0)
+            if keyspace == KEYSPACE and shards:
+                yield chunk_hash, HeldChunk(bytes(16), (0, shards, 0), 0b11)
 
     def keyspace_encodings(self) -> list[bytes]:
         return [ENCODING, b"of a keyspace without chunks"]
@@ -203,5 +208,11 @@ def acknowledge(stream: Script, request: Any) -> None:
 
 
 def chunks(request: Any) -> list[int]:
-    """Of a batch, or of a range that was told as a whole."""
-    return sorted(one.chunk_hash[0] for one in (*request.batch.changes, *request.replace_range.locations))
+    """Of a batch, or of a range that was reported as a whole."""
+    changes = map(location_change_from_proto, request.batch.changes)
+    return sorted(one.chunk_hash[0] for one in (*changes, *held(request)))
+
+
+def held(request: Any) -> list[LocationChange]:
+    """What a range that was reported as a whole has."""
+    return held_chunks_from_proto(request.replace_range.held, most=1 << 20)

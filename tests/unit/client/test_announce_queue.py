@@ -135,7 +135,7 @@ def test_a_batch_that_is_not_full_waits_for_the_one_before() -> None:
     assert changes.next_batch() is None, "two are in flight"
 
 
-def test_after_an_overflow_the_ranges_are_told_as_they_are_then() -> None:
+def test_after_an_overflow_the_ranges_are_reported_as_they_are_then() -> None:
     held = {0: [change(4, added=1)], 7: [change(9, added=3, bucket=7 * 16)]}
     changes = queue(lambda number: held.get(number, []), pending_max=2)
     changes.add([change(1, added=1, bucket=7 * 16), change(2, added=1), change(3, removed=1), change(4, added=1)])
@@ -143,8 +143,8 @@ def test_after_an_overflow_the_ranges_are_told_as_they_are_then() -> None:
     assert changes.busy_ranges() == {0, 7}
     first, second = changes.next_batch(), changes.next_batch()
     assert first is not None and second is not None
-    told = {batch.buckets: list(batch.changes) for batch in (first, second)}
-    assert told == {(0, 15): held[0], (7 * 16, 7 * 16 + 15): held[7]}
+    reported = {batch.buckets: list(batch.changes) for batch in (first, second)}
+    assert reported == {(0, 15): held[0], (7 * 16, 7 * 16 + 15): held[7]}
     changes.acknowledge(first.sequence)
     assert changes.acknowledged == 0
     changes.add([change(5, added=1)])
@@ -164,7 +164,7 @@ def test_neighbouring_ranges_share_a_batch_until_it_is_full() -> None:
     assert changes.next_batch() is None and changes.waiting_count == 0
 
 
-def test_a_range_that_is_too_large_is_told_bucket_by_bucket() -> None:
+def test_a_range_that_is_too_large_is_reported_bucket_by_bucket() -> None:
     items = [change(number, added=1, bucket=bucket) for bucket, number in ((2, 1), (2, 2), (3, 3), (9, 4), (9, 5))]
     items += [change(10 + number, added=1, bucket=11) for number in range(5)]
     items.append(change(30, added=1, bucket=12))
@@ -173,7 +173,7 @@ def test_a_range_that_is_too_large_is_told_bucket_by_bucket() -> None:
     batches: list[AnnounceBatch] = []
     while (batch := changes.next_batch()) is not None:
         batches.append(batch)
-    # Bucket 11 is too large by itself: it is told in plain changes, and what surrounds it is replaced.
+    # Bucket 11 is too large by itself: it is reported in plain changes, and what surrounds it is replaced.
     assert [(batch.buckets, len(batch.changes)) for batch in batches] == [
         ((0, 8), 3),
         ((9, 10), 2),
@@ -228,7 +228,7 @@ def test_a_refused_part_is_replaced_again() -> None:
     assert again is not None and again.part == span(1)
 
 
-def test_nothing_counts_as_told_while_the_index_may_have_lost_it() -> None:
+def test_nothing_counts_as_reported_while_the_index_may_have_lost_it() -> None:
     changes = queue(in_flight_max=8)
     changes.unsure = True
     changes.add([change(9, added=1)])
@@ -281,7 +281,7 @@ class AnnounceMachine(RuleBasedStateMachine):
 
     @rule(kept=st.sets(st.integers(0, 6)), stale=st.sets(st.integers(0, 6)))
     def lose(self, kept: set[int], stale: set[int]) -> None:
-        """The index forgets chunks and remembers others that went long ago; its owner is told."""
+        """The index forgets chunks and remembers others that went long ago; its owner is notified."""
         self.index = {chunk: shards for chunk, shards in self.index.items() if chunk in kept} | dict.fromkeys(stale, 7)
         self.queue.replace(range(4))
 

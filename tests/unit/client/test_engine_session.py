@@ -89,7 +89,7 @@ async def test_regions_that_do_not_fit_the_layout_are_refused_here() -> None:
             await EngineSession.open(one.plan, one.config, offer=one.memory.offer)
 
 
-async def test_match_tells_sources_and_estimates() -> None:
+async def test_match_returns_sources_and_estimates() -> None:
     async with engine() as one:
         session, stream = await one.open()
         asked = asyncio.create_task(session.match([bytes(16)] * 5, 2))
@@ -158,6 +158,60 @@ async def test_an_engine_that_reused_blocks_says_so() -> None:
         request = await stream.next("store")
         stream.send(gathered(request.request_id, 1))
         assert not (await stream.next("kept")).kept.kept
+
+
+async def test_an_engine_may_answer_later_and_its_blocks_are_held_until_then() -> None:
+    asked, known = asyncio.Event(), asyncio.Event()
+
+    async def still_valid() -> bool:
+        asked.set()
+        return await known.wait()
+
+    async with engine() as one:
+        session, stream = await one.open()
+        handle = await session.store(span(3), kept=lambda count: still_valid())
+        request = await stream.next("store")
+        stream.send(gathered(request.request_id, 3))
+        await asked.wait()
+        assert holds(handle)
+        known.set()
+        kept = await stream.next("kept")
+        assert (kept.request_id, kept.kept.kept, kept.kept.chunk_count) == (request.request_id, True, 3)
+        await handle.wait_released()
+
+
+async def test_an_engine_that_cannot_say_whether_it_reused_blocks_loses_the_store() -> None:
+    async def still_valid() -> bool:
+        raise RuntimeError("planted")
+
+    async with engine() as one:
+        session, stream = await one.open()
+        handle = await session.store(span(1), kept=lambda count: still_valid())
+        request = await stream.next("store")
+        stream.send(gathered(request.request_id, 1))
+        assert not (await stream.next("kept")).kept.kept
+        await handle.wait_released()
+
+
+async def test_an_answer_that_comes_after_the_end_of_a_store_is_not_waited_for() -> None:
+    asked, stopped = asyncio.Event(), asyncio.Event()
+
+    async def still_valid() -> bool:
+        asked.set()
+        try:
+            return await asyncio.Future[bool]()
+        finally:
+            stopped.set()
+
+    async with engine() as one:
+        session, stream = await one.open()
+        handle = await session.store(span(1), kept=lambda count: still_valid())
+        request = await stream.next("store")
+        stream.send(gathered(request.request_id, 1))
+        await asked.wait()
+        stream.send(store_done(request.request_id, 0))
+        await handle.wait_released()
+        await stopped.wait()
 
 
 async def test_store_names_failed_chunks() -> None:

@@ -94,14 +94,14 @@ async def test_socket_of_a_live_server_is_refused(tmp_path: Path) -> None:
 
 def test_the_descriptor_socket_is_looked_for_beside_the_one_that_reached_the_server(tmp_path: Path) -> None:
     (tmp_path / "agent.sock.fds").touch()
-    told = "/where/the/server/has/it/agent.sock.fds"
-    assert descriptor_path(f"unix:{tmp_path}/agent.sock", told) == str(tmp_path / "agent.sock.fds")
-    assert descriptor_path(f"unix:{tmp_path}/elsewhere/agent.sock", told) == told
-    assert descriptor_path("127.0.0.1:7200", told) == told
+    reported = "/where/the/server/has/it/agent.sock.fds"
+    assert descriptor_path(f"unix:{tmp_path}/agent.sock", reported) == str(tmp_path / "agent.sock.fds")
+    assert descriptor_path(f"unix:{tmp_path}/elsewhere/agent.sock", reported) == reported
+    assert descriptor_path("127.0.0.1:7200", reported) == reported
     assert descriptor_path(f"unix:{tmp_path}/agent.sock", "") == ""
 
 
-def test_nobody_there(tmp_path: Path) -> None:
+def test_no_server_there(tmp_path: Path) -> None:
     before = open_fds()
     with pytest.raises(ServiceUnavailable, match="cannot be reached"):
         fetch_fd(tmp_path / "missing", TOKEN, 1)

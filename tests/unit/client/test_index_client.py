@@ -32,6 +32,7 @@ from kvpool.core.errors import (
     Unauthenticated,
 )
 from kvpool.core.grid import ShardGrid
+from kvpool.testing import eventually
 from kvpool.v1 import index_pb2, index_pb2_grpc
 from kvpool.wire.convert_grid import grid_to_proto
 from kvpool.wire.convert_watch import index_event_to_proto
@@ -149,6 +150,20 @@ async def test_the_deadline_counts() -> None:
         await client.close()
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_call_under_which_the_client_is_closed_is_not_cancelled_but_refused(cancelled: bool) -> None:
+    index = scripted(None)
+    async with serve(add, index) as (_, endpoint):
+        client = IndexClient(test_config(index_endpoints=(endpoint,)))
+        call = asyncio.ensure_future(client.get_info())
+        await eventually(lambda: bool(index.requests))
+        if cancelled:
+            call.cancel()
+        await client.close()
+        with pytest.raises(asyncio.CancelledError if cancelled else ServiceUnavailable):
+            await call
+
+
 async def test_the_store_is_not_waited_for() -> None:
     index = scripted(StoreUnavailable("redis"))
     async with serve(add, index) as (_, endpoint):
@@ -197,7 +212,7 @@ async def test_a_watch_raises_what_reconnecting_cannot_cure() -> None:
         await client.close()
 
 
-def test_backoff_doubles_up_to_its_limit_and_starts_anew() -> None:
+def test_backoff_doubles_up_to_its_limit_and_starts_over() -> None:
     backoff = Backoff(1.0, 3.0, uniform=lambda low, high: high)
     assert [backoff.next_s() for _ in range(4)] == [1.0, 2.0, 3.0, 3.0]
     backoff.reset()

@@ -39,7 +39,7 @@ def several(request: Any, *matched: int | KvPoolError) -> Any:
     return found
 
 
-def told(answers: list[ChainMatch | KvPoolError]) -> list[int | str]:
+def reported(answers: list[ChainMatch | KvPoolError]) -> list[int | str]:
     return [each.reason if isinstance(each, KvPoolError) else each.matched_chunks for each in answers]
 
 
@@ -54,10 +54,10 @@ async def test_several_questions_are_one_message_and_each_has_its_own_answer() -
             (each.chunk_hashes, each.first_chunk_index) for each in queries[1:]
         ]
         stream.send(several(request, 1, InvalidRequest("cut off"), 0, 1))
-        assert told(await asked) == [1, "INVALID_REQUEST", 0, 1]
+        assert reported(await asked) == [1, "INVALID_REQUEST", 0, 1]
         asked = asyncio.create_task(client.match_stream.match_many(queries))
         stream.send(several(await next_match(stream), InvalidRequest("cut off"), 1, 1, 1))
-        assert told(await asked) == ["INVALID_REQUEST", 1, 1, 1]
+        assert reported(await asked) == ["INVALID_REQUEST", 1, 1, 1]
         assert await client.match_stream.match_many([]) == []
 
 
@@ -75,7 +75,7 @@ async def test_questions_of_other_keyspaces_and_too_many_go_in_messages_of_their
             sizes.append(1 + len(request.more))
             stream.send(several(request, *[1] * sizes[-1]))
         assert sizes == [1, 2, 1, 2, QUESTIONS_MAX, 1]
-        assert told(await asked) == [1] * len(queries)
+        assert reported(await asked) == [1] * len(queries)
 
 
 async def answer_singly(stream: Script, count: int) -> set[bytes]:
@@ -93,7 +93,7 @@ async def test_an_index_that_knows_of_one_question_is_asked_one_by_one_until_the
         asked = asyncio.create_task(client.match_stream.match_many([alone(0), alone(1), alone(2)]))
         stream = await index.streams.next()
         assert await answer_singly(stream, 4) == {b"\0", b"\1", b"\2"}
-        assert told(await asked) == [1, 1, 1]
+        assert reported(await asked) == [1, 1, 1]
         asked = asyncio.create_task(client.match_stream.match_many([alone(3), alone(4)]))
         assert await answer_singly(stream, 2) == {b"\3", b"\4"}, "it is not tried again"
         await asked
@@ -105,7 +105,7 @@ async def test_an_index_that_knows_of_one_question_is_asked_one_by_one_until_the
         request = await next_match(stream)
         assert len(request.more) == 1
         stream.send(several(request, 1, 0))
-        assert told(await asked) == [1, 0]
+        assert reported(await asked) == [1, 0]
 
 
 @pytest.mark.parametrize("error", [KeyspaceUnknown("k"), StoreUnavailable("redis")])
@@ -114,7 +114,7 @@ async def test_what_is_about_all_questions_is_the_answer_of_each(error: KvPoolEr
         asked = asyncio.create_task(client.match_stream.match_many([alone(0), alone(1)]))
         stream = await index.streams.next()
         stream.send(several(await next_match(stream), error))
-        assert told(await asked) == [error.reason] * 2
+        assert reported(await asked) == [error.reason] * 2
 
 
 async def test_what_an_index_does_not_take_at_once_is_asked_one_by_one() -> None:
@@ -126,7 +126,7 @@ async def test_what_an_index_does_not_take_at_once_is_asked_one_by_one() -> None
             assert len(request.more) == 1
             stream.send(several(request, InvalidRequest("number of questions must be 0 to 1, got 2")))
             assert await answer_singly(stream, 2) == {b"\0", b"\1"}
-            assert told(await asked) == [1, 1]
+            assert reported(await asked) == [1, 1]
             if not last:
                 asked = asyncio.create_task(client.match_stream.match_many([alone(0), alone(1)]))
 
@@ -136,9 +136,9 @@ async def test_a_lost_answer_costs_several_questions_their_deadline_and_not_more
         asked = asyncio.create_task(client.match_stream.match_many([alone(0), alone(1)]))
         stream = await index.streams.next()
         stream.send(several(await next_match(stream), 1, 1))
-        assert told(await asked) == [1, 1]
+        assert reported(await asked) == [1, 1]
         queries = list(map(alone, range(QUESTIONS_MAX + 1)))
-        assert set(told(await client.match_stream.match_many(queries, timeout_s=0.05))) <= {
+        assert set(reported(await client.match_stream.match_many(queries, timeout_s=0.05))) <= {
             "DEADLINE_EXCEEDED",
             "SERVICE_UNAVAILABLE",  # of the second message, when the first has given up the silent stream
         }
@@ -156,4 +156,4 @@ async def test_cancelled_questions_give_their_place_back_once_they_are_answered(
         waiting = asyncio.create_task(client.match_stream.match_many([alone(2), alone(3)]))
         stream.send(several(first, 1, 1))
         stream.send(several(await next_match(stream), 1, 0))
-        assert told(await waiting) == [1, 0]
+        assert reported(await waiting) == [1, 0]

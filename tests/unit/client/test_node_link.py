@@ -32,6 +32,7 @@ from tests.unit.client.index_peer import (
     acknowledge,
     change,
     chunks,
+    held,
     node,
     opened,
 )
@@ -51,7 +52,7 @@ async def test_registers_renews_and_ends_the_lease() -> None:
         assert len(one.index.ended) == 1
 
 
-async def test_what_the_index_does_not_know_is_told_by_ranges_at_start() -> None:
+async def test_what_the_index_does_not_know_is_reported_by_ranges_at_start() -> None:
     async with node(truth=dict.fromkeys(range(4), 1)) as one:
         await one.link.start()
         stream = await opened(one)
@@ -59,7 +60,7 @@ async def test_what_the_index_does_not_know_is_told_by_ranges_at_start() -> None
         request = await stream.next("replace_range")
         assert chunks(request) == [0, 1, 2, 3]
         assert (request.replace_range.first_bucket, request.replace_range.last_bucket) == (0, 15)
-        assert not waiting.done(), "until then the index may lack what it was told"
+        assert not waiting.done(), "until then the index may lack what it was sent"
         acknowledge(stream, request)
         await asyncio.wait_for(waiting, PATIENCE_S)
         assert one.index.encodings == [b"encoding"]
@@ -104,7 +105,7 @@ async def test_unacknowledged_batches_are_sent_again_first_and_in_order() -> Non
         assert len(one.index.registered) == 1, "a reconnect alone is no reason to register again"
 
 
-async def test_a_lost_lease_is_registered_again_and_everything_told_again() -> None:
+async def test_a_lost_lease_is_registered_again_and_everything_reported_again() -> None:
     async with node() as one:
         await one.link.start()
         stream = await opened(one)
@@ -116,7 +117,7 @@ async def test_a_lost_lease_is_registered_again_and_everything_told_again() -> N
         assert one.index.registered[1].node.incarnation == 42
         stream = await opened(one)
         request = await stream.next("replace_range")
-        assert [(item.chunk_hash[0], item.added_shards) for item in request.replace_range.locations] == [(5, 0b11)]
+        assert [(item.chunk_hash[0], item.added_shards) for item in held(request)] == [(5, 0b11)]
 
 
 async def test_a_stream_that_says_lease_lost_registers_again() -> None:

@@ -1,4 +1,4 @@
-"""Leases of a pagestore session: none is lost, whoever is cancelled and whatever comes too late."""
+"""Leases of a pagestore session: none is lost, whatever is cancelled or comes too late."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_a_refused_request_leaves_the_session_open(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("how", ["cancelled", "too late"])
-async def test_an_answer_nobody_waits_for_gives_its_leases_back(tmp_path: Path, how: str) -> None:
+async def test_an_answer_without_a_waiter_returns_its_leases(tmp_path: Path, how: str) -> None:
     async with peer(tmp_path) as one:
         session, stream = await one.open()
         limit_s = 0.02 if how == "too late" else PATIENCE_S

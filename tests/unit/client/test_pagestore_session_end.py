@@ -104,7 +104,7 @@ async def test_close_with_living_views_ends_abnormally_and_keeps_the_lock(tmp_pa
 
 
 @pytest.mark.parametrize(("drained", "view_lives"), [(True, False), (False, False), (True, True)])
-async def test_reopen_tells_the_truth_about_the_session_before(tmp_path: Path, drained: bool, view_lives: bool) -> None:
+async def test_reopen_reports_how_the_session_before_ended(tmp_path: Path, drained: bool, view_lives: bool) -> None:
     async with peer(tmp_path) as one:
         session, stream = await one.open()
         reserving = asyncio.create_task(session.reserve(reserve_items(1)))

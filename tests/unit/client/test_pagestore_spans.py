@@ -1,4 +1,4 @@
-"""Leases of spans: none is lost, whoever is cancelled, whatever comes too late, and whatever an answer says."""
+"""Leases of spans: none is lost, whatever is cancelled, comes too late, and whatever an answer says."""
 
 from __future__ import annotations
 

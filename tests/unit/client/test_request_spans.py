@@ -1,4 +1,4 @@
-"""The span of a store ends with the last of its requests, whenever that ends, and tells what became of all of them."""
+"""The span of a store ends with the last of its requests, whenever that ends, and has the results of all."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import pytest
 from kvpool.client.segments import SegmentMap
 from kvpool.core.errors import InvalidRequest, ServiceUnavailable
 from kvpool.core.ipc import MappedSegment
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.store_peer import Memory
 
 
@@ -60,13 +61,13 @@ async def test_nothing_is_taken_for_unmapped_while_a_hook_still_has_it(tmp_path:
 
     def on_map(segment: MappedSegment) -> Callable[[], None]:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
         return lambda: undone.append(1)
 
     segments = SegmentMap("/descriptors", b"t" * 32, timeout_s=1.0, fetch=Memory(tmp_path).fetch, on_map=on_map)
     await segments.open()
     mapping = asyncio.ensure_future(segments.map([3]))
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(begun.wait, PATIENCE_S)
     stopping = asyncio.ensure_future(segments.stop())
     await asyncio.wait((stopping,), timeout=0.01)
     assert not stopping.done()

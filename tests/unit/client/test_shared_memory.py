@@ -89,7 +89,7 @@ def test_the_memory_cannot_shrink_under_a_mapping() -> None:
         os.close(fd)
 
 
-def test_close_waits_for_nobody_and_says_whether_views_live() -> None:
+def test_close_does_not_wait_and_returns_whether_views_live() -> None:
     region = SharedMemoryRegion(4096)
     array = np.frombuffer(region.buffer, dtype=np.uint8)
     assert not region.close()

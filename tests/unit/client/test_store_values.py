@@ -14,7 +14,7 @@ from kvpool.client.store_config import StoreConfig
 from kvpool.client.store_values import ChunkPlace, consecutive, wanted_pages
 from kvpool.connectors.lmcache_objects import ObjectNames, layout_of_description, layout_of_object, object_key
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.foreign_keys import foreign_chunk_hash, object_keyspace, object_range
+from kvpool.core.external_keys import foreign_chunk_hash, object_keyspace, object_range
 from kvpool.core.grid import ShardGrid
 from kvpool.core.payload import ShardPayload
 

@@ -98,7 +98,7 @@ def test_the_loops_own_thread_is_refused() -> None:
         loop.stop()
 
 
-def test_a_forked_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = BackgroundLoop()
     try:
         parent = os.getpid()

@@ -176,5 +176,5 @@ def test_what_the_owner_keeps_beside_a_page_is_handed_over_before_the_page() -> 
     batch.take(BulkFrame(pb.PageFrame(item_index=0, outcome=pb.OUTCOME_HIT, page_bytes=2, metadata=kept), b"ab"))
     kept.chunk_index = -1
     batch.take(BulkFrame(pb.PageFrame(item_index=1, outcome=pb.OUTCOME_HIT, page_bytes=2, metadata=kept), b"ab"))
-    assert reports == [(0, True, 1), (1, False, 1)], "a page with what nobody could have kept is not taken"
+    assert reports == [(0, True, 1), (1, False, 1)], "a page that could not have been kept is not taken"
     assert said == [PageMetadata(parent_hash=b"p" * 16, chunk_index=0, group_head_hash=b"g" * 16, expires_us=5)]

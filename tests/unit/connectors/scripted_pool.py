@@ -1,4 +1,4 @@
-"""A pool in this process that does what a test tells it, over the blocks of any engine that registers a buffer."""
+"""A pool in this process that does what a test scripts, over the blocks of any engine that registers a buffer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

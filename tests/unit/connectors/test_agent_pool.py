@@ -197,7 +197,7 @@ async def test_closing_ends_what_waits_and_may_be_repeated() -> None:
 
 @pytest.mark.parametrize("let_go", [True, False])
 async def test_memory_says_whether_the_agent_has_let_go_of_it(let_go: bool) -> None:
-    async with engine(call_timeout_s=0.1) as one:
+    async with engine(call_timeout_s=PATIENCE_S if let_go else 0.1) as one:  # that a close waits for it
         memory = Memory(LAYOUT.handle_sizes[0])
         pool = pool_of(one, memory)
         opening = asyncio.create_task(asyncio.to_thread(pool.open))

@@ -50,7 +50,7 @@ def test_one_column_is_left_though_all_is_known() -> None:
 
 
 @pytest.mark.parametrize("width", [64, 80])  # 80: all rows have padding
-def test_padding_is_nobodys_work(width: int) -> None:
+def test_padding_is_not_computed(width: int) -> None:
     plan = plan_batch([row(64, shared=48), row(4, seed=2)], [48, 0], width)
     assert plan == BatchPlan(width - 16, (RowPlan(48, 0, None), RowPlan(0, 0, None)))
 

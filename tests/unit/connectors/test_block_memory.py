@@ -68,7 +68,7 @@ def test_without_a_free_event_the_stream_is_waited_for(stream: Stream) -> None:
     assert stream.synchronized == 1
 
 
-def test_memory_that_an_agent_may_touch_goes_to_nobody_else(stream: Stream, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_an_agent_may_touch_is_not_reused(stream: Stream, caplog: pytest.LogCaptureFixture) -> None:
     memory = GpuBlockMemory(64, CPU)
     address = memory.bytes_of().data_ptr()
     with caplog.at_level(logging.WARNING):
@@ -79,7 +79,7 @@ def test_memory_that_an_agent_may_touch_goes_to_nobody_else(stream: Stream, capl
     assert "64 bytes of GPU memory are not reused" in caplog.text
 
 
-def test_memory_that_nobody_touches_is_freed(stream: Stream) -> None:
+def test_memory_that_is_not_used_is_freed(stream: Stream) -> None:
     memory = GpuBlockMemory(64, CPU)
     events = memory._events
     memory.close(untouched=True)

@@ -259,7 +259,7 @@ def test_a_load_may_take_twice_as_long_as_computing_would() -> None:
         assert pool.timeouts_s == pytest.approx([30.0, 30.0, expected_s])
 
 
-def test_what_is_available_is_told_without_loading() -> None:
+def test_what_is_available_is_reported_without_loading() -> None:
     pool = ScriptedPool(chunks=shared_chunks())
     engine = Engine(pool)
     assert engine.cache.available_chunks(list(PROMPT)) == 3

@@ -17,7 +17,7 @@ import kvpool
 from kvpool.client.checkpoint import tensor_windows
 from kvpool.client.hashing import Prompt
 from kvpool.connectors.transformers_model import shared_model
-from kvpool.connectors.vllm.identity import CacheFacts, model_spec
+from kvpool.connectors.vllm.identity import KvCacheInfo, model_spec
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.keyspace import KeyspaceSpec, derive_hash_key, encode_keyspace, keyspace_id
 from tests.unit.connectors.tiny_models import tiny_llama
@@ -60,7 +60,7 @@ def by_vllm(
         get_head_size=lambda: config.head_dim,
     )
     engine = SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto"))
-    facts = CacheFacts(block_tokens=16, head_count=2, row_bytes=2 * 16 * 4, opaque=False, dtype="float32")
+    facts = KvCacheInfo(block_tokens=16, head_count=2, row_bytes=2 * 16 * 4, opaque=False, dtype="float32")
     return model_spec(VllmSettings(agent="unix:/a", salt=salt, model_revision=revision), engine, facts)
 
 
@@ -135,7 +135,7 @@ def test_a_token_that_was_trained_alone_is_seen(checkpoint: Path, tmp_path: Path
     assert by_api(tmp_path / "trained") != by_api(checkpoint)
 
 
-def test_weights_in_memory_that_are_not_those_of_the_files_are_told_apart(checkpoint: Path) -> None:
+def test_weights_in_memory_that_are_not_those_of_the_files_are_distinguished(checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight += 1e-3

@@ -14,15 +14,14 @@ from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_items import LoadResult, StoreResult
 from kvpool.client.handle import AsyncHandle
 from kvpool.client.sync import BackgroundLoop
-from kvpool.connectors.vllm.engine_work import EngineWork
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.worker import WorkerSide
-from kvpool.connectors.vllm.worker_stores import WorkerGroup
+from kvpool.connectors.vllm.step_events import StepEvents
+from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreJob, StoreReport
+from kvpool.connectors.vllm.worker import ConnectorWorker
+from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
 from kvpool.core.ipc import EngineEvent, IpcEvent
 from kvpool.testing import eventually_sync
-
-CHUNK, BLOCK, CHUNK_BYTES = 32, 16, 1000
+from tests.unit.connectors.vllm_jobs import BLOCK, CHUNK, CHUNK_BYTES, a_load, a_store
 
 
 class Link:
@@ -38,18 +37,18 @@ class Link:
 class SlowPool:
     """Ends stores and loads when it is let."""
 
-    def __init__(self, work: EngineWork) -> None:
+    def __init__(self, step_events: StepEvents) -> None:
         self.session = SimpleNamespace(max_request_chunks=0)
         self.running: list[tuple[int, range]] = []  # first block and chunks
         self.events: list[EngineEvent | None] = []
-        self._work, self._may_end, self.at_once = work, asyncio.Semaphore(0), 0
+        self._work, self._may_end, self.at_once = step_events, asyncio.Semaphore(0), 0
 
-    def let(self, link: Link, count: int) -> None:
+    def let(self, connection: Link, count: int) -> None:
         async def let() -> None:
             for _ in range(count):
                 self._may_end.release()
 
-        link.loop.run(let)
+        connection.loop.run(let)
 
     async def _transfer(self, blocks: Any, values: dict[str, Any]) -> range:
         chunks = range(values["first_chunk"], values["end_chunk"])
@@ -99,38 +98,38 @@ class Gpu:
 
 
 class World:
-    def __init__(self, events: Gpu | None = None, *, loads_wait: bool = True, **settings: Any) -> None:
-        self.events, self.work = events, EngineWork(events)
-        self.pool = SlowPool(self.work)
-        self.link = Link(self.pool)
+    def __init__(self, events: Gpu | None = None, *, loads_wait_for_gpu: bool = True, **settings: Any) -> None:
+        self.events, self.step_events = events, StepEvents(events)
+        self.pool = SlowPool(self.step_events)
+        self.connection = Link(self.pool)
         self.now_s = 0.0
-        self.side = WorkerSide(
+        self.side = ConnectorWorker(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
-            self.link,  # type: ignore[arg-type]
-            [WorkerGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, work=self.work)],
+            self.connection,  # type: ignore[arg-type]
+            [WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=self.step_events)],
             load_only=False,
-            loads_wait=loads_wait,
+            loads_wait_for_gpu=loads_wait_for_gpu,
             now_s=lambda: self.now_s,
         )
-        self.step, self.ends = 0, list[LoadEnd | StoreEnd]()
+        self.step, self.ends = 0, list[LoadReport | StoreReport]()
 
-    def run(self, *, stores: list[StoreOrder] | None = None, loads: list[LoadOrder] | None = None, **more: Any) -> None:
+    def run(self, *, stores: list[StoreJob] | None = None, loads: list[LoadJob] | None = None, **more: Any) -> None:
         self.step += 1
-        orders = StepOrders(step=self.step, stores=stores or [], loads=loads or [], **more)
-        self.side.before_step(orders)
-        self.side.start_loads(orders)
-        self.side.start_stores(orders)
+        jobs = StepJobs(step=self.step, stores=stores or [], loads=loads or [], **more)
+        self.side.handle_preemptions(jobs)
+        self.side.start_loads(jobs)
+        self.side.start_stores(jobs)
 
     def let_go(self) -> None:
         """The transfer that holds the only event ends."""
-        self.pool.let(self.link, 1)
+        self.pool.let(self.connection, 1)
         eventually_sync(lambda: self.events is not None and self.events.slots.free_count == 1)
 
-    def ended(self, count: int) -> list[LoadEnd | StoreEnd]:
+    def ended(self, count: int) -> list[LoadReport | StoreReport]:
         """Wait for so many ends in all."""
 
         def enough() -> bool:
-            self.ends += self.side.take_ends()
+            self.ends += self.side.take_reports()
             return len(self.ends) >= count
 
         eventually_sync(enough)
@@ -142,47 +141,31 @@ def worlds() -> Iterator[list[World]]:
     made: list[World] = []
     yield made
     for world in made:
-        world.link.loop.stop()
+        world.connection.loop.stop()
 
 
-def a_store(number: int, chunks: int = 4) -> StoreOrder:
-    return StoreOrder(
-        number=number,
-        request_id=f"r{number}",
-        hashes=b"".join([bytes([at]) * 16 for at in range(chunks)]),
-        token_count=chunks * CHUNK + 1,
-        block_ids=packed_blocks(range(100 * number, 100 * number + 2 * chunks)),
-        first_chunk=0,
-        end_chunk=chunks,
-    )
+def store_of(number: int, chunks: int = 4) -> StoreJob:
+    return a_store(number, f"r{number}", range(100 * number, 100 * number + 2 * chunks), end_chunk=chunks)
 
 
-def a_load(number: int, timeout_s: float = 60.0) -> LoadOrder:
-    return LoadOrder(
-        request_id=f"r{number}",
-        hashes=b"".join([bytes([at]) * 16 for at in range(2)]),
-        token_count=2 * CHUNK + 1,
-        block_ids=packed_blocks(range(100 * number, 100 * number + 4)),
-        first_chunk=0,
-        end_chunk=2,
-        first_token=0,
-        end_token=2 * CHUNK,
-        timeout_s=timeout_s,
-    )
+def load_of(number: int, timeout_s: float = 60.0) -> LoadJob:
+    return a_load(f"r{number}", range(100 * number, 100 * number + 4), end_chunk=2, timeout_s=timeout_s)
 
 
 def test_a_prompt_larger_than_what_may_be_in_flight_is_stored_window_by_window(worlds: list[World]) -> None:
     world = World(store_bytes_in_flight_max=4 * CHUNK_BYTES)
     worlds.append(world)
-    world.run(stores=[a_store(1, chunks=10), a_store(2)], release=["r1", "r2"])
+    world.run(stores=[store_of(1, chunks=10), store_of(2)], release=["r1", "r2"])
     eventually_sync(lambda: len(world.pool.running) == 2)
     assert world.pool.running == [(100, range(2)), (100, range(2, 4))]
-    assert world.side.take_released() == set(), "what waits keeps its blocks"
-    world.pool.let(world.link, 5)
-    eventually_sync(lambda: world.side.take_released() == {"r1"})
-    world.pool.let(world.link, 2)
-    eventually_sync(lambda: world.side.take_released() == {"r2"})
-    ends = [(end.number, end.stored_chunks, end.failed_chunks) for end in world.ended(2) if isinstance(end, StoreEnd)]
+    assert world.side.take_finished_sending() == set(), "what waits keeps its blocks"
+    world.pool.let(world.connection, 5)
+    eventually_sync(lambda: world.side.take_finished_sending() == {"r1"})
+    world.pool.let(world.connection, 2)
+    eventually_sync(lambda: world.side.take_finished_sending() == {"r2"})
+    ends = [
+        (end.number, end.stored_chunks, end.failed_chunks) for end in world.ended(2) if isinstance(end, StoreReport)
+    ]
     assert ends == [(1, 10, 0), (2, 4, 0)]
     assert world.pool.at_once == 2
 
@@ -190,13 +173,13 @@ def test_a_prompt_larger_than_what_may_be_in_flight_is_stored_window_by_window(w
 def test_a_hundred_stores_and_loads_share_one_event_of_their_step(worlds: list[World]) -> None:
     world = World(Gpu(2))
     worlds.append(world)
-    world.run(stores=[a_store(number) for number in range(100)], loads=[a_load(number) for number in range(100, 200)])
+    world.run(stores=[store_of(number) for number in range(100)], loads=[load_of(number) for number in range(100, 200)])
     eventually_sync(lambda: len(world.pool.running) == 56)
-    world.pool.let(world.link, 200)
+    world.pool.let(world.connection, 200)
     assert all(not end.failed_chunks for end in world.ended(200))
     assert world.pool.at_once == 56, "an agent takes 64 at once"
     assert world.events is not None
-    world.side.start_loads(StepOrders(step=9))
+    world.side.start_loads(StepJobs(step=9))
     assert world.events.slots.free_count == 2
     assert len({event.slot for event in world.pool.events if event is not None}) == 2  # one before the step, one behind
 
@@ -204,29 +187,29 @@ def test_a_hundred_stores_and_loads_share_one_event_of_their_step(worlds: list[W
 def test_orders_without_a_free_event_wait_for_a_later_step(worlds: list[World]) -> None:
     world = World(Gpu(1))
     worlds.append(world)
-    world.run(stores=[a_store(1)])
+    world.run(stores=[store_of(1)])
     eventually_sync(lambda: len(world.pool.running) == 1)
     began_s = time.monotonic()
-    world.run(stores=[a_store(2)], loads=[a_load(3), a_load(4, timeout_s=1.0), a_load(5)], cancel=["r5"])
+    world.run(stores=[store_of(2)], loads=[load_of(3), load_of(4, timeout_s=1.0), load_of(5)], cancel=["r5"])
     assert time.monotonic() - began_s < 5.0, "the engine does not wait"
     assert len(world.pool.running) == 1
     world.now_s = 2.0
     world.let_go()
     world.run()  # the loads have the event
     eventually_sync(lambda: len(world.pool.running) == 1)
-    assert world.side.take_received() >= {"r4", "r5"}
-    ends = {end.request_id: str(end.result.error) for end in world.ended(3) if isinstance(end, LoadEnd)}
+    assert world.side.take_finished_recving() >= {"r4", "r5"}
+    ends = {end.request_id: str(end.result.error) for end in world.ended(3) if isinstance(end, LoadReport)}
     assert "no event became free" in ends["r4"]
     world.let_go()
     world.run()
-    world.pool.let(world.link, 1)
-    assert [end.stored_chunks for end in world.ended(5) if isinstance(end, StoreEnd)] == [4, 4]
+    world.pool.let(world.connection, 1)
+    assert [end.stored_chunks for end in world.ended(5) if isinstance(end, StoreReport)] == [4, 4]
 
 
 def test_loads_whose_blocks_have_no_writer_wait_for_nothing(worlds: list[World]) -> None:
-    world = World(Gpu(1), loads_wait=False)
+    world = World(Gpu(1), loads_wait_for_gpu=False)
     worlds.append(world)
-    world.run(loads=[a_load(1)], stores=[a_store(2)])
+    world.run(loads=[load_of(1)], stores=[store_of(2)])
     eventually_sync(lambda: len(world.pool.running) == 2)
     assert sorted(event is None for event in world.pool.events) == [False, True]
 
@@ -234,10 +217,10 @@ def test_loads_whose_blocks_have_no_writer_wait_for_nothing(worlds: list[World])
 def test_a_load_that_does_not_come_to_its_turn_in_time_is_late(worlds: list[World]) -> None:
     world = World()
     worlds.append(world)
-    world.run(loads=[a_load(number) for number in range(40)])
+    world.run(loads=[load_of(number) for number in range(40)])
     eventually_sync(lambda: len(world.pool.running) == 40)
-    world.run(loads=[a_load(50, timeout_s=0.01)])
+    world.run(loads=[load_of(50, timeout_s=0.01)])
     (end,) = world.ended(1)
-    assert isinstance(end, LoadEnd)
-    assert (end.late, end.result.loaded_chunks) == (True, 0)
-    assert world.side.take_received() == {"r50"}
+    assert isinstance(end, LoadReport)
+    assert (end.timed_out, end.result.loaded_chunks) == (True, 0)
+    assert world.side.take_finished_recving() == {"r50"}

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from kvpool.connectors.vllm import compatibility, wiring
-from kvpool.connectors.vllm.agent_choice import WorkerPlace
-from kvpool.connectors.vllm.orders import LoadOrder, StepOrders, StoreOrder, packed_blocks
-from kvpool.connectors.vllm.switched_off import switched_off_connector
+from kvpool.connectors.vllm.agent_selector import WorkerPlacement
+from kvpool.connectors.vllm.disabled_connector import disabled_connector
+from kvpool.connectors.vllm.step_jobs import StepJobs
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
 from tests.unit.connectors import vllm_modules
+from tests.unit.connectors.vllm_jobs import a_load, a_store
 from tests.unit.connectors.vllm_modules import BASE, Base, Role, a_config
 
 
@@ -34,45 +35,26 @@ def refused(*arguments: Any, **values: Any) -> Any:
     raise GeometryUnsupported("a hybrid model")
 
 
-def orders() -> StepOrders:
-    load = LoadOrder(
-        request_id="a",
-        hashes=b"h" * 16,
-        token_count=40,
-        block_ids=packed_blocks((1, 2)),
-        first_chunk=0,
-        end_chunk=1,
-        first_token=0,
-        end_token=32,
-        timeout_s=1.0,
-    )
-    store = StoreOrder(
-        number=7,
-        request_id="b",
-        hashes=b"h" * 16,
-        token_count=40,
-        block_ids=packed_blocks((3, 4)),
-        first_chunk=0,
-        end_chunk=1,
-    )
-    return StepOrders(step=1, loads=[load], stores=[store], release=["b"])
+def jobs() -> StepJobs:
+    load, store = a_load("a", (1, 2), end_chunk=1), a_store(7, "b", (3, 4), end_chunk=1)
+    return StepJobs(step=1, loads=[load], stores=[store], release=["b"])
 
 
 def test_a_worker_that_cannot_share_ends_every_order_of_a_scheduler_that_can(
     module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(wiring, "worker_side", refused)
+    monkeypatch.setattr(wiring, "connector_worker", refused)
     connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
     connector.register_kv_caches({})
     assert "a hybrid model" in caplog.text
-    connector.bind_connector_metadata(module.StepMetadata(orders()))
+    connector.bind_connector_metadata(module.StepMetadata(jobs()))
     connector.handle_preemptions(connector._connector_metadata)
     connector.start_load_kv(None)
     connector.wait_for_save()
     assert connector.get_finished(set()) == ({"b"}, {"a"})
     assert connector.get_block_ids_with_load_errors() == {1, 2}
     report = connector.build_connector_worker_meta()
-    assert (len(report.ends), report.ready) == (2, False)
+    assert (len(report.reports), report.ready) == (2, False)
     assert report.aggregate(module.WorkerReport(2, (), True)).ready is False
 
 
@@ -85,7 +67,7 @@ def test_trouble_in_every_call_is_logged_once_in_a_while_and_raised_never(
 
     connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
     connector._worker = connector._scheduler = Broken()
-    connector.bind_connector_metadata(module.StepMetadata(orders()))
+    connector.bind_connector_metadata(module.StepMetadata(jobs()))
     monkeypatch.setattr(module, "_log_rate", module.LogRateLimiter())
     request = SimpleNamespace(request_id="r", status=SimpleNamespace(name="FINISHED_STOPPED"))
     for _ in range(3):
@@ -97,8 +79,24 @@ def test_trouble_in_every_call_is_logged_once_in_a_while_and_raised_never(
         assert connector.take_events() == ()
         assert connector.reset_cache() is False
         output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None)
-        assert connector.build_connector_meta(output).orders.step == 0
-    assert caplog.text.count("planted matched_tokens") == 1
+        assert connector.build_connector_meta(output).jobs.step == 0
+    assert caplog.text.count("planted get_num_new_matched_tokens") == 1
+
+
+def test_after_a_step_that_was_not_built_no_block_is_taken_for_unchanged(module: Any) -> None:
+    lost: list[bool] = []
+
+    def build_jobs(*arguments: Any) -> Any:
+        raise RuntimeError("planted")
+
+    connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
+    connector._scheduler = SimpleNamespace(
+        needs_new_blocks=False, build_jobs=build_jobs, lose_new_blocks=lambda: lost.append(True)
+    )
+    state = SimpleNamespace(get_block_ids=lambda request_id: ())
+    output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=state)
+    assert connector.build_connector_meta(output).jobs.step == 0
+    assert lost == [True]
 
 
 def test_layers_are_waited_for_only_where_a_failed_step_can_be_taken_back(
@@ -110,7 +108,7 @@ def test_layers_are_waited_for_only_where_a_failed_step_can_be_taken_back(
 
 
 def test_a_scheduler_that_cannot_share_computes(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wiring, "scheduler_side", refused)
+    monkeypatch.setattr(wiring, "connector_scheduler", refused)
     connector = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
     assert connector._kv_transfer_config.kv_load_failure_policy == "recompute"
     assert connector.get_num_new_matched_tokens(object(), 0) == (0, False)
@@ -121,9 +119,9 @@ def test_a_scheduler_that_cannot_share_computes(module: Any, monkeypatch: pytest
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """What vLLM imports, over stand-ins of its modules."""
     vllm_modules.install(monkeypatch)
-    switched_off_connector.cache_clear()
+    disabled_connector.cache_clear()
     yield importlib.import_module("kvpool.connectors.vllm")
-    switched_off_connector.cache_clear()
+    disabled_connector.cache_clear()
 
 
 def old_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,8 +211,8 @@ def test_an_engine_whose_memory_no_agent_can_map_runs_without_the_connector_whic
     variables: dict[str, str],
     cure: str,
 ) -> None:
-    monkeypatch.setattr(wiring, "scheduler_side", refused)
-    monkeypatch.setattr(wiring, "worker_side", refused)
+    monkeypatch.setattr(wiring, "connector_scheduler", refused)
+    monkeypatch.setattr(wiring, "connector_worker", refused)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     config: Any = a_config()
@@ -233,15 +231,17 @@ def test_an_engine_whose_memory_no_agent_can_map_runs_without_the_connector_whic
 
 def test_allocators_of_other_devices_do_not_count() -> None:
     config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
-    assert compatibility.switched_off(config, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) == ""
+    assert compatibility.disabled_reason(config, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) == ""
     on_gpu = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
-    assert compatibility.switched_off(on_gpu, {"PYTORCH_ALLOC_CONF": "expandable_segments:False,backend:native"}) == ""
+    assert (
+        compatibility.disabled_reason(on_gpu, {"PYTORCH_ALLOC_CONF": "expandable_segments:False,backend:native"}) == ""
+    )
 
 
 def test_workers_say_which_agents_serve_them_also_of_a_pipeline(module: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     worker = module.KvPoolConnector(a_config(), Role.WORKER, None)
-    worker._agents.choose(WorkerPlace(on_gpu=True, gpu="GPU-b"))
+    worker._agents.select(WorkerPlacement(on_gpu=True, gpu="GPU-b"))
     scheduler = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
     scheduler.set_xfer_handshake_metadata_pp_aware(
         {(1, 0): worker.get_handshake_metadata(), (0, 0): module.WorkerAgent("", "")}
@@ -280,10 +280,10 @@ class ScriptedScheduler:
         self.ended_requests: list[str] = []
         self.received_requests: set[str] = set()
 
-    def ended(self, ends: Any) -> None:
+    def on_reports(self, ends: Any) -> None:
         self.ended_requests += [end.request_id for end in ends]
 
-    def received(self, request_ids: Any) -> None:
+    def finished_recving(self, request_ids: Any) -> None:
         self.received_requests |= set(request_ids)
 
 
@@ -293,9 +293,9 @@ def a_pair(module: Any, monkeypatch: pytest.MonkeyPatch, workers: int) -> tuple[
     config.parallel_config.world_size = workers
     worker = SimpleNamespace(take_arrived=lambda: (SimpleNamespace(request_id="a"),))
     side = type("Side", (SimpleNamespace,), {"__hash__": object.__hash__})(**vars(worker))
-    monkeypatch.setattr(wiring, "worker_side", lambda *_, **__: (side, lambda: None))
+    monkeypatch.setattr(wiring, "connector_worker", lambda *_, **__: (side, lambda: None))
     scheduler = ScriptedScheduler()
-    monkeypatch.setattr(wiring, "scheduler_side", lambda *_: (scheduler, lambda: None))
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (scheduler, lambda: None))
     worker_connector = module.KvPoolConnector(config, Role.WORKER, None)
     worker_connector.register_kv_caches({})
     connector = module.KvPoolConnector(config, Role.SCHEDULER, None)
@@ -319,3 +319,15 @@ def test_with_several_workers_vllm_itself_says_what_all_have_received(
     connector.update_connector_output(output)
     assert output.finished_recving is None
     assert scheduler.ended_requests == []
+
+
+@pytest.mark.parametrize(("block_tokens", "chunk_tokens"), [(512, 512), (528, 128)])
+def test_chunks_are_as_long_as_the_checkpoints_of_recurrent_state_unless_set(
+    block_tokens: int, chunk_tokens: int
+) -> None:
+    spec = type("MambaSpec", (), {"block_size": block_tokens})()
+    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    config = a_config()
+    assert wiring.settings_from_config(config, caches).chunk_tokens == 32
+    del config.kv_transfer_config.kv_connector_extra_config["chunk_tokens"]
+    assert wiring.settings_from_config(config, caches).chunk_tokens == chunk_tokens

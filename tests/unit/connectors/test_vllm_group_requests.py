@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpool.connectors.vllm.engine_work import EngineWork
+from kvpool.client.engine_items import MatchResult
+from kvpool.client.hashing import Prompt
 from kvpool.connectors.vllm.kv_groups import KvCacheGroup
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.worker import WorkerSide
-from kvpool.connectors.vllm.worker_stores import WorkerGroup
-from tests.unit.connectors.test_vllm_worker import HASHES, Pool
-from tests.unit.connectors.vllm_fakes import FakeLink, FakePool, FakeRequest, a_request
-from tests.unit.connectors.vllm_worlds import BLOCK, CHUNK, CHUNK_BYTES, World, hashes_of
+from kvpool.connectors.vllm.step_events import StepEvents
+from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreJob
+from kvpool.connectors.vllm.worker import ConnectorWorker
+from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
+from tests.fixtures.patience import PATIENCE_S
+from tests.unit.connectors.test_vllm_worker import Pool
+from tests.unit.connectors.vllm_fakes import FakeConnection, FakePool, FakeRequest, a_request
+from tests.unit.connectors.vllm_jobs import BLOCK, CHUNK, CHUNK_BYTES, a_load, a_store
+from tests.unit.connectors.vllm_worlds import World, hashes_of
 
 FULL = KvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES)
 WINDOW = KvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, window_tokens=40)
@@ -34,16 +39,16 @@ def blocks_after(skipped: int) -> list[list[int]]:
     return [[0] * skipped + WINDOW_BLOCKS[skipped:], FULL_BLOCKS]
 
 
-def computed(world: World, request: FakeRequest, token_count: int, *, skipped: int = 0, **more: Any) -> StepOrders:
+def computed(world: World, request: FakeRequest, token_count: int, *, skipped: int = 0, **more: Any) -> StepJobs:
     """A step that computes so many tokens more."""
-    orders = world.side.build({request.request_id: token_count}, (), lambda _: blocks_after(skipped), **more)
+    jobs = world.side.build_jobs({request.request_id: token_count}, (), lambda _: blocks_after(skipped), **more)
     request.num_computed_tokens += token_count
-    return orders
+    return jobs
 
 
-def chunks_of(orders: Sequence[LoadOrder | StoreOrder]) -> list[tuple[int, range]]:
+def chunks_of(jobs: Sequence[LoadJob | StoreJob]) -> list[tuple[int, range]]:
     """Group and chunks of each."""
-    return [(order.group, range(order.first_chunk, order.end_chunk)) for order in orders]
+    return [(job.group, range(job.first_chunk, job.end_chunk)) for job in jobs]
 
 
 def test_a_load_has_an_order_for_each_group_of_what_it_reads() -> None:
@@ -68,7 +73,7 @@ def test_the_boundary_is_one_that_all_groups_have() -> None:
 def test_chunks_are_stored_while_their_blocks_are_there() -> None:
     world, request = a_world(), a_request(6 * CHUNK)
     assert world.match(request) == 0
-    # What has left the window when the step ends is an order of its own: its blocks may be used again at once.
+    # What has left the window when the step ends is a job of its own: its blocks may be used again at once.
     assert chunks_of(computed(world, request, 4 * CHUNK).stores) == [(0, range(2)), (0, range(2, 4)), (1, range(4))]
     # A part of chunk 4 is gone when its last token is computed.
     assert chunks_of(computed(world, request, 2 * CHUNK, skipped=9).stores) == [(0, range(5, 6)), (1, range(4, 6))]
@@ -83,7 +88,7 @@ def test_generated_chunks_of_a_window_are_stored_before_they_leave_it() -> None:
         request.all_token_ids.append(token)
         stores += computed(world, request, 1, skipped=2).stores
     assert chunks_of(stores) == [(0, range(2, 3))]
-    assert world.side.finished(request, blocks_after(4), "FINISHED_STOPPED")
+    assert world.side.request_finished(request, blocks_after(4), "FINISHED_STOPPED")
     assert chunks_of(world.build().stores) == [(1, range(2, 3))]
 
 
@@ -102,9 +107,9 @@ def test_a_store_is_not_kept_once_one_of_its_blocks_is_given_out_again() -> None
     assert given.overwritten == [gone.number]
     # The blocks of a request that vLLM admits, but for those that it found in its own cache.
     world.match(other, BLOCK)
-    world.side.not_chosen(other, [[WINDOW_BLOCKS[4], 301], [FULL_BLOCKS[0], WINDOW_BLOCKS[6]]])
+    world.side.allocated_without_load(other, [[WINDOW_BLOCKS[4], 301], [FULL_BLOCKS[0], WINDOW_BLOCKS[6]]])
     assert computed(world, request, 1, skipped=5).overwritten == [kept.number]
-    world.stored(StepOrders(step=1, stores=[gone, kept]))
+    world.stored(StepJobs(step=1, stores=[gone, kept]))
     assert computed(world, request, 1, skipped=5, new_blocks=WINDOW_BLOCKS).overwritten == []
 
 
@@ -112,7 +117,7 @@ def test_blocks_that_a_load_fills_are_given_out_again_too() -> None:
     world, request, other = a_world(), a_request(4 * CHUNK), a_request(4 * CHUNK + 5, "other", first_token=900)
     world.match(request)
     gone, *_ = computed(world, request, 4 * CHUNK).stores
-    for pool in world.link.pools:
+    for pool in world.connection.pools:
         pool.chunk_count = 4
     tokens = world.match(other)
     assert tokens
@@ -123,44 +128,130 @@ def test_blocks_that_a_load_fills_are_given_out_again_too() -> None:
 def test_events_name_a_chunk_once() -> None:
     world, request = a_world(), a_request(2 * CHUNK + 1)
     world.match(request)
-    orders = computed(world, request, 2 * CHUNK)
-    world.stored(orders)
-    (change,) = world.side.take_changes()
-    assert change.hashes == hashes_of(orders.stores[-1])
+    jobs = computed(world, request, 2 * CHUNK)
+    world.stored(jobs)
+    (change,) = world.side.take_events()
+    assert change.hashes == hashes_of(jobs.stores[-1])
+
+
+STATE = KvCacheGroup(block_tokens=CHUNK, chunk_bytes=CHUNK_BYTES, recurrent=True)
+WHOLE = KvCacheGroup(block_tokens=CHUNK, chunk_bytes=CHUNK_BYTES)
+
+
+class StatesPool(FakePool):
+    """Has the states after some chunks alone."""
+
+    def __init__(self, *chunks: int) -> None:
+        super().__init__(hash_key=b"s" * 32)
+        self.chunks = set(chunks)
+
+    async def match(self, prompt: Prompt, *, held_chunks: int = 0, timeout_s: float | None = None) -> MatchResult:
+        self.chunk_count = held_chunks + (held_chunks in self.chunks)
+        return await super().match(prompt, held_chunks=held_chunks, timeout_s=timeout_s)
+
+
+def a_state_world(*states: int, chunks: int = 8, **settings: Any) -> World:
+    """Of a model with recurrent layers, and of full attention, with blocks of a chunk."""
+    pools = StatesPool(*states), FakePool(chunks)
+    return World(*pools, groups=[STATE, WHOLE], **{"store": "prefill", "load": "always", **settings})
+
+
+def test_a_state_is_loaded_into_the_block_of_its_boundary() -> None:
+    world, request = a_state_world(3), a_request(6 * CHUNK + 5)
+    assert world.match(request) == 4 * CHUNK
+    world.side.allocated(request, [[0, 0, 0, 77], [1, 2, 3, 4]], 4 * CHUNK)
+    state, full = world.build().loads
+    assert chunks_of([state, full]) == [(0, range(3, 4)), (1, range(4))]
+    assert (state.first_token, state.end_token, state.block_ids.tolist()) == (3 * CHUNK, 4 * CHUNK, [0, 0, 0, 77])
+
+
+def test_a_prompt_that_ends_at_a_boundary_goes_on_from_the_one_before() -> None:
+    assert a_state_world(2, 3).match(a_request(4 * CHUNK)) == 3 * CHUNK
+    assert a_state_world(2, 3).match(a_request(4 * CHUNK + 1)) == 4 * CHUNK
+    assert a_state_world(3).match(a_request(4 * CHUNK)) == 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens"), [([0, 0, 0, 0], 4 * CHUNK), ([0, 0, 0, 77], 4 * CHUNK - 1), ([0, 0], 4 * CHUNK)]
+)
+def test_no_state_is_loaded_for_another_boundary_or_into_no_block(blocks: list[int], tokens: int) -> None:
+    world, request = a_state_world(3), a_request(6 * CHUNK + 5)
+    assert world.match(request) == 4 * CHUNK
+    world.side.allocated(request, [blocks, [1, 2, 3, 4]], tokens)
+    (failing,) = world.build().loads
+    assert not failing.hashes, "it ends at once, and the request is computed"
+
+
+def test_states_are_stored_of_the_boundaries_that_vllm_names() -> None:
+    world, request = a_state_world(chunks=0), a_request(4 * CHUNK + 5)
+    world.match(request)
+    blocks = [[0, 0, 0, 70, 71], [1, 2, 3, 4, 5]]
+    step = {request.request_id: request.num_tokens}
+    (full,) = world.side.build_jobs(step, (), lambda _: blocks).stores
+    assert (full.group, full.end_chunk) == (1, 4)
+    request.num_computed_tokens = request.num_tokens
+    entries = [(0, 70, 4 * CHUNK), (0, 71, 4 * CHUNK + 16), (0, 0, 2 * CHUNK), (1, 4, 4 * CHUNK)]
+    (state,) = world.side.build_jobs({}, (), lambda _: blocks, checkpoints={request.request_id: entries}).stores
+    assert chunks_of([state]) == [(0, range(3, 4))]
+    assert state.block_ids.tolist() == [0, 0, 0, 70]
+    # vLLM copies the state before the request goes on, and gives its block to another one.
+    assert world.side.build_jobs({}, (), lambda _: blocks, new_blocks=[71, 5]).overwritten == []
+    assert world.side.build_jobs({}, (), lambda _: blocks, new_blocks=[70]).overwritten == [state.number]
+    assert world.side.request_finished(request, blocks, "FINISHED_STOPPED"), (
+        "stores that read its blocks have not ended"
+    )
+    assert world.build().stores == [], "the block of the last state has been overwritten"
+
+
+def test_stores_whose_blocks_may_be_used_again_are_given_up_where_new_blocks_are_not_known() -> None:
+    world, request = a_state_world(chunks=0), a_request(CHUNK + 5)
+    world.match(request)
+    entries = {request.request_id: [(0, 70, CHUNK)]}
+    (state,) = world.side.build_jobs({}, (), lambda _: None, checkpoints=entries).stores
+    world.side.lose_new_blocks()
+    assert world.build().overwritten == [state.number]
+    assert world.build().overwritten == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "stored"),
+    [({"store_generated": False}, 0), ({"store": "never"}, 0), ({"store": "finish"}, 1), ({}, 1)],
+)
+def test_states_of_generated_tokens(settings: dict[str, Any], stored: int) -> None:
+    world, request = a_state_world(chunks=0, **settings), a_request(CHUNK + 5)
+    world.match(request)
+    request.all_token_ids += list(range(CHUNK))
+    request.num_computed_tokens = 2 * CHUNK
+    entries = {request.request_id: [(0, 70, 2 * CHUNK)], "unknown": [(0, 71, CHUNK)]}
+    stores = world.side.build_jobs({}, (), lambda _: None, checkpoints=entries).stores
+    assert len(stores) == stored
 
 
 class GroupsWorld:
     """A worker's side with two groups."""
 
     def __init__(self, *pools: Pool, held: bool = False) -> None:
-        self.link = FakeLink(*pools)
-        self.link.held = held
-        group = WorkerGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, work=EngineWork(None))
-        self.side = WorkerSide(
+        self.connection = FakeConnection(*pools)
+        self.connection.held = held
+        group = WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(None))
+        self.side = ConnectorWorker(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK),
-            self.link,  # type: ignore[arg-type]
+            self.connection,  # type: ignore[arg-type]
             [group] * len(pools),
             load_only=False,
-            fails_whole=True,
+            all_or_nothing=True,
         )
 
     def load(self) -> None:
         loads = [
-            LoadOrder(
-                request_id="r",
-                group=group,
-                hashes=b"".join(HASHES),
-                token_count=130,
-                block_ids=packed_blocks(blocks[:8]),
-                first_chunk=first_chunk,
-                end_chunk=4,
-                first_token=first_chunk * CHUNK,
-                end_token=128,
-                timeout_s=1.0,
-            )
+            a_load("r", blocks[:8], group=group, first_chunk=first_chunk, first_token=first_chunk * CHUNK)
             for group, (blocks, first_chunk) in enumerate(((WINDOW_BLOCKS, 2), (FULL_BLOCKS, 0)))
         ]
-        self.side.start_loads(StepOrders(step=1, loads=loads))
+        self.side.start_loads(StepJobs(step=1, loads=loads))
+
+
+def a_window_store() -> StoreJob:
+    return a_store(1, "r", WINDOW_BLOCKS[:8], first_chunk=1)
 
 
 def test_a_request_goes_on_when_all_groups_are_in() -> None:
@@ -169,21 +260,21 @@ def test_a_request_goes_on_when_all_groups_are_in() -> None:
     world.load()
     assert [pool.asked[0]["first_chunk"] for pool in pools] == [2, 0]
     assert [pool.asked[0]["blocks"][0] for pool in pools] == [WINDOW_BLOCKS[0], FULL_BLOCKS[0]]
-    assert world.side.take_received() == {"r"}
+    assert world.side.take_finished_recving() == {"r"}
     assert world.side.take_failed_requests() == set()
-    ends = [end for end in world.side.take_ends() if isinstance(end, LoadEnd)]
+    ends = [end for end in world.side.take_reports() if isinstance(end, LoadReport)]
     assert [(end.group, end.result.loaded_chunks) for end in ends] == [(0, 2), (1, 4)]
 
 
 def test_nothing_is_said_of_a_request_while_a_group_may_still_be_written() -> None:
     world = GroupsWorld(Pool(), Pool(), held=True)
     world.load()
-    (_, future), *others = world.link._waiting
-    world.link._waiting = others
+    (_, future), *others = world.connection._waiting
+    world.connection._waiting = others
     future.set_exception(RuntimeError("planted"))
-    assert (world.side.take_received(), world.side.take_failed_requests()) == (set(), set())
-    world.link.go()
-    assert (world.side.take_received(), world.side.take_failed_requests()) == ({"r"}, {"r"})
+    assert (world.side.take_finished_recving(), world.side.take_failed_requests()) == (set(), set())
+    world.connection.go()
+    assert (world.side.take_finished_recving(), world.side.take_failed_requests()) == ({"r"}, {"r"})
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -193,7 +284,7 @@ def test_a_group_that_fails_fails_the_load(failing: int) -> None:
     world = GroupsWorld(*pools)
     world.load()
     assert world.side.take_arrived() == ()
-    assert (world.side.take_received(), world.side.take_failed_requests()) == ({"r"}, {"r"})
+    assert (world.side.take_finished_recving(), world.side.take_failed_requests()) == ({"r"}, {"r"})
     assert world.side.take_failed_blocks() == set(), "block ids end an engine with several groups"
 
 
@@ -202,32 +293,49 @@ def test_loads_of_all_groups_arrive_together_in_one_process() -> None:
     assert world.side.take_arrived() == ()
     world.load()
     assert [end.group for end in world.side.take_arrived()] == [0, 1]
-    assert world.side.take_received() == set()
+    assert world.side.take_finished_recving() == set()
 
 
 @pytest.mark.parametrize(
-    ("orders", "kept"),
+    ("jobs", "kept"),
     [
-        (StepOrders(step=2, overwritten=[1]), False),
-        (StepOrders(step=2, overwritten=[7]), True),
-        (StepOrders(step=0), False),  # nothing is known of that step
+        (StepJobs(step=2, overwritten=[1]), False),
+        (StepJobs(step=2, overwritten=[7]), True),
+        (StepJobs(step=0), False),  # nothing is known of that step
     ],
 )
-def test_what_was_not_read_of_blocks_that_are_used_again_is_not_stored(orders: StepOrders, kept: bool) -> None:
+def test_what_was_not_read_of_blocks_that_are_used_again_is_not_stored(jobs: StepJobs, kept: bool) -> None:
     pool = Pool()
     world = GroupsWorld(pool, Pool())
-    pool.before_kept = lambda: world.side.before_step(orders)
-    order = StoreOrder(
-        number=1,
-        request_id="r",
-        hashes=b"".join(HASHES),
-        token_count=130,
-        block_ids=packed_blocks(WINDOW_BLOCKS[:8]),
-        first_chunk=1,
-        end_chunk=4,
-    )
-    world.side.start_stores(StepOrders(step=1, stores=[order]))
+    pool.before_kept = lambda: world.side.handle_preemptions(jobs)
+    world.side.start_stores(StepJobs(step=1, stores=[a_window_store()]))
     assert pool.kept == [kept]
+
+
+@pytest.mark.parametrize("overwritten", [True, False])
+def test_blocks_that_are_zeroed_before_the_connector_hears_of_it_are_not_stored(overwritten: bool) -> None:
+    """Model runner V2 does so."""
+    pool, asked = Pool(), threading.Event()
+    pool.before_kept = asked.set
+    world = GroupsWorld(pool, Pool(), held=True)
+    storing = threading.Thread(target=world.connection.go)
+
+    class ModelRunner:
+        def execute_model(self, jobs: StepJobs, zero: Callable[[], object] = lambda: None) -> None:
+            zero()
+            world.side.handle_preemptions(jobs)
+
+    def zero() -> None:
+        """The agent reads the zeroes, and asks."""
+        storing.start()
+        assert asked.wait(PATIENCE_S)
+
+    runner = ModelRunner()
+    runner.execute_model(StepJobs(step=1))
+    world.side.start_stores(StepJobs(step=1, stores=[a_window_store()]))
+    runner.execute_model(StepJobs(step=2, overwritten=[1] if overwritten else []), zero)
+    storing.join(PATIENCE_S)
+    assert pool.kept == [not overwritten]
 
 
 def test_blocks_of_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:

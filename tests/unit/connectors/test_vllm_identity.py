@@ -14,144 +14,41 @@ import torch
 from safetensors.torch import save_file
 
 from kvpool.connectors.vllm.identity import (
-    CacheFacts,
-    cache_facts,
+    KvCacheInfo,
     check_ranks,
     keyspace_name,
-    layer_order,
+    kv_cache_infos,
     model_revision,
     model_spec,
     part_of_rank,
+    recurrent_block_tokens,
 )
-from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
-from kvpool.core.geometry import PayloadKind
+from kvpool.core.geometry import AttentionKind, PayloadKind
 from kvpool.core.keyspace import Codec, Dtype
+from tests.unit.connectors.vllm_configs import (
+    SETTINGS,
+    TARGET,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    a_drafter,
+    configured,
+    groups,
+    install_vllm,
+    the_facts,
+)
 
-SETTINGS = VllmSettings(agent="unix:/a", model_revision="r1")
-ROWS = CacheFacts(block_tokens=16, head_count=4, row_bytes=2 * 64 * 2, opaque=False, dtype="bfloat16")
-
-
-class FullAttentionSpec:
-    """Named as vLLM's."""
-
-    def __init__(self, **values: Any) -> None:
-        self.block_size, self.num_kv_heads, self.head_size, self.dtype = 16, 4, 64, torch.bfloat16
-        self.page_size_bytes = 16 * 4 * 2 * 64 * 2
-        self.head_size_v, self.num_head_slots, self.tokens_per_state = 64, None, 1
-        self.sliding_window, self.non_causal = None, False
-        vars(self).update(values)
-
-
-class SlidingWindowSpec(FullAttentionSpec):
-    """Another kind."""
-
-
-class MambaSpec(FullAttentionSpec):
-    """A kind that is not served."""
-
-
-def configured(
-    *,
-    tp: int = 1,
-    device: str = "cuda",
-    quantization: str | None = None,
-    mla: bool = False,
-    load_format: str = "auto",
-    overrides: Any = None,
-    text_config: dict[str, Any] | None = None,
-    max_model_len: int = 4096,
-    fitted: bool = False,
-    cache_dtype: str = "auto",
-    drafter: Any = None,
-    **cache: Any,
-) -> Any:
-    """What is read of a VllmConfig: 8 layers, 8 KV heads x 64. fitted: with max_model_len -1."""
-    values = {"rope_theta": 1e4, "_name_or_path": "somewhere"} | (text_config or {})
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=tp, pipeline_parallel_size=1, decode_context_parallel_size=1
-        ),
-        device_config=SimpleNamespace(device_type=device),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype, **cache),
-        load_config=SimpleNamespace(load_format=load_format),
-        speculative_config=drafter,
-        num_prefill_lookahead_tokens=(drafter.num_speculative_tokens if drafter.use_multi_module_mtp() else 1)
-        if drafter is not None
-        else 0,
-        model_config=SimpleNamespace(
-            model="org/model",
-            dtype=torch.bfloat16,
-            quantization=quantization,
-            use_mla=mla,
-            hf_config=SimpleNamespace(_commit_hash=None),
-            hf_overrides=overrides or {},
-            hf_text_config=SimpleNamespace(to_dict=lambda: values, **values),
-            max_model_len=max_model_len,
-            original_max_model_len=-1 if fitted else max_model_len,
-            get_total_num_hidden_layers=lambda: 8,
-            get_total_num_kv_heads=lambda: 8,
-            get_head_size=lambda: 64,
-        ),
-    )
-
-
-def a_drafter(method: str = "eagle3", *, kv_heads: int = 8, modules: int = 1, **model: Any) -> Any:
-    """What is read of a SpeculativeConfig. modules: of MTP that are chained."""
-    values = {"hidden_size": 512, "draft_vocab_size": None}
-    return SimpleNamespace(
-        method=method,
-        num_speculative_tokens=3,
-        use_multi_module_mtp=lambda: modules > 1,
-        draft_load_config=None,
-        draft_model_config=SimpleNamespace(
-            **{
-                "model": "org/drafter",
-                "dtype": torch.bfloat16,
-                "quantization": None,
-                "use_mla": False,
-                "hf_config": SimpleNamespace(_commit_hash="d1"),
-                "hf_overrides": {},
-                "hf_text_config": SimpleNamespace(to_dict=lambda: values),
-                "get_total_num_kv_heads": lambda: kv_heads,
-                "get_head_size": lambda: 64,
-            }
-            | model
-        ),
-    )
-
-
-TARGET = [f"model.layers.{number}.self_attn.attn" for number in range(8)]
-
-
-def groups(*specs: Any, names: list[str] = TARGET) -> Any:
-    return SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=list(names)) for spec in specs]
-    )
-
-
-def the_facts(config: Any, caches: Any) -> CacheFacts:
-    """Of an engine with one KV cache group."""
-    (facts,) = cache_facts(config, caches)
-    return facts
-
-
-def with_draft(*names: str) -> Any:
-    """The one group of a drafter whose layers have the model's shape, in the order in which vLLM makes them."""
-    return groups(FullAttentionSpec(), names=[*TARGET, *names])
+ROWS = KvCacheInfo(block_tokens=16, head_count=4, row_bytes=2 * 64 * 2, opaque=False, dtype="bfloat16")
 
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a version."""
-    module = ModuleType("vllm")
-    module.__version__ = "9.9"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", module)
-    names: Any = ModuleType("vllm.model_executor.models.utils")
-    names.extract_layer_index = lambda name: next(int(part) for part in name.split(".") if part.isdigit())
-    for package in ("vllm.model_executor", "vllm.model_executor.models"):
-        monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    monkeypatch.setitem(sys.modules, names.__name__, names)
+    install_vllm(monkeypatch)
 
 
 def test_a_gpus_blocks_are_rows_that_any_split_can_read() -> None:
@@ -190,7 +87,7 @@ WINDOW = SlidingWindowSpec(sliding_window=128)
 
 def test_each_group_of_layers_is_a_keyspace_of_its_own() -> None:
     config = configured(tp=2)
-    windows, full, others = cache_facts(config, hybrid(WINDOW, FullAttentionSpec(), WINDOW, layers="01201200"))
+    windows, full, others = kv_cache_infos(config, hybrid(WINDOW, FullAttentionSpec(), WINDOW, layers="01201200"))
     assert [facts.layer_numbers for facts in (windows, full, others)] == [(0, 3, 6, 7), (1, 4), (2, 5)]
     assert [facts.window_tokens for facts in (windows, full, others)] == [128, 0, 128]
     specs = [model_spec(SETTINGS, config, facts) for facts in (windows, full, others)]
@@ -218,7 +115,7 @@ def test_windows_that_vllm_promotes_keep_all_tokens() -> None:
 @pytest.mark.parametrize(
     ("caches", "names"),
     [
-        (hybrid(WINDOW, MambaSpec()), "2 KV cache groups is of MambaSpec"),
+        (hybrid(WINDOW, ChunkedLocalAttentionSpec()), "2 KV cache groups is of ChunkedLocalAttentionSpec"),
         (hybrid(WINDOW, FullAttentionSpec(head_size=128)), "4 KV heads x 128 elements"),
         (hybrid(WINDOW, FullAttentionSpec(num_kv_heads=2)), "2 KV heads x 64 elements"),
         (hybrid(WINDOW, FullAttentionSpec(page_size_padded=1 << 20)), "equal ones"),
@@ -227,17 +124,100 @@ def test_windows_that_vllm_promotes_keep_all_tokens() -> None:
 )
 def test_groups_that_cannot_be_shared_are_named(caches: Any, names: str) -> None:
     with pytest.raises(GeometryUnsupported, match=names):
-        cache_facts(configured(tp=2), caches)
+        kv_cache_infos(configured(tp=2), caches)
+
+
+STATE, ATTENTION = MambaSpec(), FullAttentionSpec(block_size=512, page_size_bytes=512 * 4 * 2 * 64 * 2)
+STATE_SETTINGS = replace(SETTINGS, chunk_tokens=512)
+
+
+def test_a_recurrent_state_is_one_piece_that_like_ranks_share() -> None:
+    config = configured(tp=2)
+    state, full, other = kv_cache_infos(config, hybrid(STATE, ATTENTION, STATE, layers="00210021"))
+    assert [facts.layer_numbers for facts in (state, full, other)] == [(0, 1, 4, 5), (3, 7), (2, 6)]
+    spec = model_spec(STATE_SETTINGS, config, state)
+    assert (spec.group.attention, spec.group.layers, spec.payload) == (AttentionKind.STATE_SPACE, 4, PayloadKind.OPAQUE)
+    assert (spec.positions, spec.head_bytes, spec.group.kv_heads) == (1, 3 * 512 * 2 + 4 * 64 * 64 * 4, 2)
+    assert [part_of_rank(spec, config, rank).heads for rank in (0, 1)] == [range(1), range(1, 2)]
+    assert model_spec(STATE_SETTINGS, config, full).payload is PayloadKind.CANONICAL
+    one_rank = configured(tp=1)
+    full_heads = FullAttentionSpec(block_size=512, num_kv_heads=8, page_size_bytes=512 * 8 * 2 * 64 * 2)
+    of_one, *_ = kv_cache_infos(one_rank, hybrid(STATE, full_heads))
+    of_one = replace(of_one, layer_numbers=state.layer_numbers)
+    others = [model_spec(STATE_SETTINGS, one_rank, of_one)]
+    for changed in ({"shapes": ((512, 3), (4, 64, 64))}, {"dtypes": (torch.bfloat16, torch.bfloat16)}):
+        like, *_ = kv_cache_infos(config, hybrid(MambaSpec(**changed), ATTENTION, layers="00110011"))
+        others.append(model_spec(STATE_SETTINGS, config, replace(like, layer_numbers=state.layer_numbers)))
+    names = [keyspace_name(STATE_SETTINGS, one, state) for one in (spec, *others)]
+    assert len(set(others)) == 3
+    assert spec not in others
+    assert len(set(names)) == 4, "a name is bound to one keyspace"
+    assert "-state0-" in names[0]
+
+
+def test_layers_with_attention_and_a_state_are_in_two_groups() -> None:
+    """Falcon H1's; other models have layers with neither."""
+    caches = hybrid(STATE, ATTENTION, layers="00000000")
+    caches.kv_cache_groups[1].layer_names = [name.replace("self_attn", "attention") for name in TARGET[:6]]
+    state, full = kv_cache_infos(configured(tp=2), caches)
+    assert (state.layer_numbers, full.layer_numbers) == (tuple(range(8)), tuple(range(6)))
+    names = [
+        keyspace_name(STATE_SETTINGS, model_spec(STATE_SETTINGS, configured(tp=2), one), one) for one in (state, full)
+    ]
+    assert len(set(names)) == 2
+
+
+def test_chunks_of_a_recurrent_state_lie_between_two_checkpoints() -> None:
+    state, _ = kv_cache_infos(configured(tp=2), hybrid(STATE, ATTENTION))
+    with pytest.raises(InvalidRequest, match="chunk_tokens 128 is not 512"):
+        model_spec(SETTINGS, configured(tp=2), state)
+    assert recurrent_block_tokens(hybrid(STATE, ATTENTION)) == 512
+    assert recurrent_block_tokens(hybrid(WINDOW, FullAttentionSpec())) == 0
+
+
+@pytest.mark.parametrize(
+    ("caches", "cache", "names"),
+    [
+        (hybrid(MambaSpec(mamba_cache_mode="none"), ATTENTION), {}, "'none'; start with --enable-prefix-caching"),
+        (hybrid(STATE, FullAttentionSpec()), {}, r"blocks of \[16, 512\] tokens, .* one --block-size"),
+        (hybrid(STATE, ATTENTION), {"prefix_match_unit": 64}, "without --prefix-match-unit"),
+        (hybrid(MambaSpec(block_size=528), FullAttentionSpec(block_size=528)), {}, "--block-size 1024"),
+        (hybrid(MambaSpec(dtypes=(torch.bfloat16, torch.int8)), ATTENTION), {}, "state is of int8"),
+    ],
+)
+def test_recurrent_states_that_cannot_be_shared_are_named(caches: Any, cache: dict[str, Any], names: str) -> None:
+    with pytest.raises(GeometryUnsupported, match=names):
+        kv_cache_infos(configured(tp=2, **cache), caches)
+
+
+def test_recurrent_states_beside_speculation_are_named() -> None:
+    with pytest.raises(GeometryUnsupported, match="speculative decoding beside recurrent state"):
+        kv_cache_infos(configured(tp=2, drafter=a_drafter("ngram")), hybrid(STATE, ATTENTION))
+
+
+def test_recurrent_states_under_model_runner_v2_are_served_on_gpus() -> None:
+    config = configured(tp=2)
+    config.use_v2_model_runner = True
+    assert kv_cache_infos(config, hybrid(STATE, ATTENTION))
+    config.device_config.device_type = "cpu"
+    with pytest.raises(GeometryUnsupported, match=r"on a CPU .* start with VLLM_USE_V2_MODEL_RUNNER=0"):
+        kv_cache_infos(config, hybrid(STATE, ATTENTION))
+
+
+def test_a_vllm_that_does_not_name_its_checkpoints_is_named() -> None:
+    del sys.modules["vllm.v1.core.sched"].output.KVConnectorBlockState
+    with pytest.raises(GeometryUnsupported, match="does not name the blocks"):
+        kv_cache_infos(configured(tp=2), hybrid(STATE, ATTENTION))
 
 
 def test_groups_beside_a_drafter_or_a_pipeline_are_named() -> None:
     caches = hybrid(WINDOW, FullAttentionSpec())
     with pytest.raises(GeometryUnsupported, match="2 KV cache groups and a drafter"):
-        cache_facts(configured(tp=2, drafter=a_drafter()), caches)
+        kv_cache_infos(configured(tp=2, drafter=a_drafter()), caches)
     config = configured(tp=2)
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(GeometryUnsupported, match="2 KV cache groups and a pipeline"):
-        cache_facts(config, caches)
+        kv_cache_infos(config, caches)
 
 
 def test_mla_is_one_latent() -> None:
@@ -314,106 +294,17 @@ def test_what_a_model_writes_into_its_config_as_it_is_built_does_not_part_worker
     assert model_spec(SETTINGS, scheduler, ROWS) == model_spec(SETTINGS, worker, ROWS)
 
 
-EAGLE = "model.layers.8.self_attn.attn"
-MTP = "model.layers.8.mtp_block.self_attn.mla_attn"
-OWN_NUMBERS = "mtp.layers.0.self_attn.attn"
-
-
-@pytest.mark.parametrize("draft", [EAGLE, MTP, OWN_NUMBERS])
-def test_a_drafters_layers_come_behind_the_models(draft: str) -> None:
-    config, cache = configured(drafter=a_drafter()), with_draft(draft)
-    facts = the_facts(config, cache)
-    spec = model_spec(SETTINGS, config, facts)
-    assert (facts.draft_layers, spec.group.layers) == (1, 9)
-    assert part_of_rank(spec, config, 0).layers == range(9)
-    shuffled = {name: object() for name in sorted([*TARGET, draft], reverse=True)}
-    assert layer_order(shuffled, cache.kv_cache_groups[0], 9, 1) == [*TARGET, draft]
-
-
-def test_layers_that_are_not_one_tensor_each_are_refused() -> None:
-    group = with_draft(EAGLE).kv_cache_groups[0]
-    with pytest.raises(GeometryUnsupported, match="8 KV tensors"):
-        layer_order(TARGET, group, 9, 1)
-    with pytest.raises(GeometryUnsupported, match="in 8 layers, 9 were expected"):
-        layer_order([*TARGET, "other.layers.0.attn"], group, 9, 0)
-
-
-def test_mla_with_mtp() -> None:
-    drafter = a_drafter("mtp", model="org/model", use_mla=True)
-    config = configured(mla=True, drafter=drafter)
-    latent = FullAttentionSpec(num_kv_heads=1, head_size=576, head_size_v=0, page_size_bytes=16 * 576 * 2)
-    facts = the_facts(config, groups(latent, names=[*TARGET, MTP]))
-    group = model_spec(SETTINGS, config, facts).group
-    assert (group.layers, group.latent_dim, facts.volatile_tokens) == (9, 576, 1)
-
-
-def test_engines_with_other_drafters_or_none_do_not_mix() -> None:
-    def spec(cache: Any, drafter: Any) -> Any:
-        config = configured(drafter=drafter)
-        return model_spec(SETTINGS, config, the_facts(config, cache))
-
-    alone, one = spec(groups(FullAttentionSpec()), None), spec(with_draft(EAGLE), a_drafter())
-    assert one == spec(with_draft(EAGLE), a_drafter())
-    later = a_drafter(hf_config=SimpleNamespace(_commit_hash="d2"))
-    others = [
-        spec(with_draft(EAGLE), later),
-        spec(with_draft(EAGLE), a_drafter("eagle")),
-        spec(with_draft(EAGLE), a_drafter(quantization="fp8")),
-        spec(with_draft(EAGLE, "model.layers.9.self_attn.attn"), a_drafter()),
-    ]
-    assert len({alone.salt, one.salt, *(other.salt for other in others)}) >= len(others) + 1
-    assert all(other != one for other in (alone, *others))
-    assert spec(groups(FullAttentionSpec()), a_drafter("ngram")) == alone  # without KV, whatever it guesses
-    assert spec(groups(FullAttentionSpec()), a_drafter("mtp")) == alone  # reads the model's own KV
-
-
-def test_what_a_drafter_writes_into_its_config_does_not_part_workers_from_the_scheduler() -> None:
-    drafter = a_drafter()
-    config = configured(drafter=drafter)
-    facts = the_facts(config, with_draft(EAGLE))
-    scheduler = model_spec(SETTINGS, config, facts)
-    drafter.draft_model_config.hf_text_config.to_dict().update(draft_vocab_size=32000, target_layer_count=8)
-    assert model_spec(SETTINGS, config, facts) == scheduler
-
-
-def test_a_chain_of_mtp_modules_leaves_more_tokens_that_may_change() -> None:
-    config = configured(drafter=a_drafter("mtp", modules=3))
-    assert the_facts(config, with_draft(MTP)).volatile_tokens == 3
-
-
-@pytest.mark.parametrize(
-    ("drafter", "cache", "names"),
-    [
-        (a_drafter(kv_heads=4), with_draft(EAGLE), "4 KV heads x 64 elements, the model 8 x 64"),
-        (a_drafter("draft_model"), with_draft(EAGLE), "draft_model"),
-        (a_drafter("dflash"), with_draft(EAGLE), "dflash"),
-        (a_drafter(), groups(FullAttentionSpec(), names=TARGET[:7]), "7 layers have KV"),
-    ],
+DSA = UniformTypeKVCacheSpecs(
+    MLAAttentionSpec(num_kv_heads=1, head_size=576),
+    MLAAttentionSpec(num_kv_heads=1, head_size=132, dtype=torch.uint8),
 )
-def test_drafters_that_are_not_served_are_named(drafter: Any, cache: Any, names: str) -> None:
-    with pytest.raises(GeometryUnsupported, match=names):
-        the_facts(configured(drafter=drafter), cache)
-
-
-def test_a_drafter_beside_a_pipeline_is_named() -> None:
-    config = configured(drafter=a_drafter())
-    config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(GeometryUnsupported, match="pipeline"):
-        the_facts(config, with_draft(EAGLE))
-
-
-def test_a_drafters_weights_must_be_known_before_anything_is_shared() -> None:
-    config = configured(drafter=a_drafter(hf_config=SimpleNamespace(_commit_hash=None)))
-    facts = the_facts(config, with_draft(EAGLE))
-    assert model_spec(SETTINGS, config, facts, read_weights=False).group.layers == 9
-    with pytest.raises(InvalidRequest, match="org/drafter"):
-        model_spec(SETTINGS, config, facts)
 
 
 @pytest.mark.parametrize(
     ("specs", "names"),
     [
-        ([MambaSpec()], "MambaSpec"),
+        ([ChunkedLocalAttentionSpec()], "ChunkedLocalAttentionSpec"),
+        ([DSA], r"unequal KV \(MLAAttentionSpec 1 x 132 uint8, MLAAttentionSpec 1 x 576 bfloat16\), .* indexer"),
         ([FullAttentionSpec(attention_chunk_size=128)], "chunked local"),
         ([SlidingWindowSpec(sliding_window=128, extra_retained_tokens=2)], "drafter .* sliding windows"),
         ([FullAttentionSpec(dtype=torch.uint8)], "uint8"),

@@ -19,6 +19,9 @@ def group(window_tokens: int = 0, block_tokens: int = 16) -> KvCacheGroup:
     return KvCacheGroup(block_tokens=block_tokens, chunk_bytes=1, window_tokens=window_tokens)
 
 
+STATE = KvCacheGroup(block_tokens=CHUNK, chunk_bytes=1, recurrent=True)
+
+
 def a_prompt(token_count: int) -> Prompt:
     return Prompt(CHUNK, token_count, bytes(16 * (token_count // CHUNK)))
 
@@ -34,7 +37,7 @@ def searched(
             return search, asked
         for number, first in asks:
             end = first
-            while end in present[number]:
+            while end in present[number] and not (groups[number].recurrent and end > first):
                 end += 1
             runs = (EngineMatchRun(end - first, EngineSource.STAGING, 0.0),) if end > first else ()
             search.found(number, first, MatchResult(end, runs=runs))
@@ -42,7 +45,10 @@ def searched(
 
 
 def tokens_read(group: KvCacheGroup, end_tokens: int) -> range:
-    """Before token `end_tokens`, in vLLM's blocks: those that its sliding-window manager does not count as skipped."""
+    """Before token `end_tokens`, in vLLM's blocks: those that its sliding-window manager does not count as skipped; of
+    recurrent layers the last one, where the state is."""
+    if group.recurrent:
+        return range(end_tokens - 1, end_tokens)
     if not group.window_tokens:
         return range(end_tokens)
     window_start = next((t for t in range(end_tokens + 1) if end_tokens - t < group.window_tokens), end_tokens)
@@ -53,6 +59,8 @@ def have(
     groups: Sequence[KvCacheGroup], prompt: Prompt, held_chunks: int, present: Sequence[set[int]], end: int
 ) -> bool:
     """Whether all groups have what the token at a boundary reads. Token by token."""
+    if any(group.recurrent for group in groups) and end * CHUNK >= prompt.token_count:
+        return False  # a token must be computed, and no state is of the token before the boundary
     return all(
         token // CHUNK in chunks or token < held_chunks * CHUNK
         for group, chunks in zip(groups, present, strict=True)
@@ -65,7 +73,8 @@ GROUPS = st.lists(
         group,
         window_tokens=st.sampled_from([0, 1, 2, 16, 17, 32, 33, 64, 65, 100, 400]),
         block_tokens=st.sampled_from([8, 16, 32]),
-    ),
+    )
+    | st.just(STATE),
     min_size=1,
     max_size=3,
 )
@@ -101,6 +110,26 @@ def test_a_window_that_lost_its_first_chunks_is_found_in_two_rounds() -> None:
     groups, present = [group(), group(64)], [set(range(9)), {7, 8}]
     search, rounds = searched(groups, a_prompt(20 * CHUNK), 0, present)
     assert (search.boundary, rounds) == (9, 2)
+
+
+@pytest.mark.parametrize(
+    ("states", "boundary", "rounds"),
+    [({29}, 30, 1), ({28, 5}, 29, 3), ({5}, 6, 4), (set(), 0, 3)],
+    ids=["of the whole prompt", "close to its end", "far from it", "none"],
+)
+def test_states_are_found_wherever_they_are(states: set[int], boundary: int, rounds: int) -> None:
+    groups, present = [STATE, group(), STATE], [states, set(range(40)), states]
+    search, asked = searched(groups, a_prompt(30 * CHUNK + 1), 0, present)
+    assert (search.boundary, asked) == (boundary, rounds)
+
+
+def test_no_state_is_of_the_token_before_a_boundary() -> None:
+    present = [set(range(9))] * 2
+    assert searched([STATE, group()], a_prompt(4 * CHUNK), 0, present)[0].boundary == 3
+    assert searched([STATE, group()], a_prompt(4 * CHUNK + 1), 0, present)[0].boundary == 4
+    assert searched([STATE, group()], a_prompt(4 * CHUNK), 3, present)[0].boundary == 3
+    assert searched([STATE], a_prompt(CHUNK), 0, [{0}])[0].boundary == 0
+    assert STATE.first_chunk(4 * CHUNK, CHUNK) == 3
 
 
 @pytest.mark.parametrize(

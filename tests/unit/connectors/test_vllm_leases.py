@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvpool.client.engine_items import EngineSource
-from kvpool.connectors.vllm.engine_facts import WeightsEpoch
-from kvpool.connectors.vllm.leases import AGAIN_S, AT_ONCE, HOLD_S
+from kvpool.connectors.vllm.engine_introspection import WeightsEpoch
+from kvpool.connectors.vllm.leases import HOLD_S, LEASES_MAX, RETRY_S
 from kvpool.core.errors import InvalidRequest, ServiceUnavailable
 from tests.unit.connectors.vllm_fakes import FakePool, FakeRequest, a_request
-from tests.unit.connectors.vllm_worlds import BLOCKS, CHUNK_BYTES, World
+from tests.unit.connectors.vllm_jobs import CHUNK_BYTES
+from tests.unit.connectors.vllm_worlds import BLOCKS, World
 
 
 def waiting(world: World, *, held_tokens: int = 0, name: str = "r") -> FakeRequest:
@@ -22,14 +23,14 @@ def waiting(world: World, *, held_tokens: int = 0, name: str = "r") -> FakeReque
 
 def leased(world: World) -> list[range]:
     """Chunks of leases that hold."""
-    return [lease.chunks for lease in world.link.pool.leases if not lease.ended]
+    return [lease.chunks for lease in world.connection.pool.leases if not lease.ended]
 
 
 def test_a_request_that_is_allocated_at_once_has_no_lease() -> None:
     world = World(FakePool(3))
     world.ended(world.load(a_request(120)), 3)
     world.build()
-    assert world.link.pool.leases == []
+    assert world.connection.pool.leases == []
 
 
 def test_a_request_without_blocks_leases_what_it_will_load_until_the_load_has_ended() -> None:
@@ -37,14 +38,14 @@ def test_a_request_without_blocks_leases_what_it_will_load_until_the_load_has_en
     request = waiting(world, held_tokens=32)
     assert leased(world) == [range(1, 3)]
     for _ in range(3):
-        tokens = world.side.matched_tokens(request, 32)
+        tokens = world.side.get_num_new_matched_tokens(request, 32)
         world.build()
-    assert len(world.link.pool.leases) == 1
+    assert len(world.connection.pool.leases) == 1
     assert tokens
     world.side.allocated(request, [BLOCKS], tokens)
-    orders = world.build()
+    jobs = world.build()
     assert leased(world) == [range(1, 3)]
-    world.ended(orders, 2)
+    world.ended(jobs, 2)
     assert leased(world) == []
 
 
@@ -77,14 +78,14 @@ def test_a_lease_ends_when_the_request_is_computed() -> None:
     world = World(FakePool(3))
     request = waiting(world)
     request.skip_reading_prefix_cache = True
-    assert world.side.matched_tokens(request, 0) == 0
+    assert world.side.get_num_new_matched_tokens(request, 0) == 0
     assert leased(world) == []
 
 
 def test_a_lease_ends_when_another_connector_serves_the_request() -> None:
     world = World(FakePool(3))
     request = waiting(world)
-    world.side.not_chosen(request)
+    world.side.allocated_without_load(request)
     world.build()
     assert leased(world) == []
 
@@ -93,9 +94,9 @@ def test_a_plan_that_another_connector_served_is_not_leased() -> None:
     world = World(FakePool(3))
     request = a_request(120)
     world.match(request)
-    world.side.not_chosen(request)
+    world.side.allocated_without_load(request)
     world.build()
-    assert world.link.pool.leases == []
+    assert world.connection.pool.leases == []
 
 
 @pytest.mark.parametrize("in_step", [True, False])
@@ -103,17 +104,17 @@ def test_a_lease_ends_with_its_request(in_step: bool) -> None:
     world = World(FakePool(3))
     request = waiting(world)
     if in_step:
-        world.side.matched_tokens(request, 0)
-    world.side.finished(request, [[]], "FINISHED_ABORTED")
+        world.side.get_num_new_matched_tokens(request, 0)
+    world.side.request_finished(request, [[]], "FINISHED_ABORTED")
     world.build()
     assert leased(world) == []
-    assert len(world.link.pool.leases) == 1
+    assert len(world.connection.pool.leases) == 1
 
 
 def test_leases_end_when_the_weights_may_have_changed() -> None:
     world = World(FakePool(3), weights=WeightsEpoch(lambda: None))
     waiting(world)
-    world.side.forget()
+    world.side.reset_cache()
     assert leased(world) == []
 
 
@@ -121,12 +122,12 @@ def test_a_lease_that_begins_late_ends_all_the_same() -> None:
     world = World(FakePool(3))
     request = a_request(120)
     world.match(request)
-    world.link.held = True
+    world.connection.held = True
     world.build()
-    world.side.finished(request, [[]], "FINISHED_ABORTED")
-    assert world.link.pool.leases == []
-    world.link.go()
-    assert [lease.ended for lease in world.link.pool.leases] == [True]
+    world.side.request_finished(request, [[]], "FINISHED_ABORTED")
+    assert world.connection.pool.leases == []
+    world.connection.go()
+    assert [lease.ended for lease in world.connection.pool.leases] == [True]
 
 
 def test_leases_together_have_so_many_bytes_leading_chunks_first() -> None:
@@ -140,36 +141,36 @@ def test_leases_together_have_so_many_bytes_leading_chunks_first() -> None:
 def test_no_bytes_means_no_leases() -> None:
     world = World(FakePool(3), lease_bytes_max=0)
     waiting(world)
-    assert world.link.pool.leases == []
+    assert world.connection.pool.leases == []
 
 
 def test_there_are_only_so_many_leases() -> None:
     world = World(FakePool(3))
-    for at in range(AT_ONCE + 3):
+    for at in range(LEASES_MAX + 3):
         world.match(a_request(120, str(at), first_token=1000 * at))
     world.build()
-    assert len(leased(world)) == AT_ONCE
+    assert len(leased(world)) == LEASES_MAX
 
 
 def test_a_request_that_waits_long_renews_its_lease() -> None:
     world = World(FakePool(3))
     request = waiting(world)
     world.clock.advance(HOLD_S)
-    assert world.side.matched_tokens(request, 0)
+    assert world.side.get_num_new_matched_tokens(request, 0)
     world.build()
-    assert [lease.ended for lease in world.link.pool.leases] == [True, False]
+    assert [lease.ended for lease in world.connection.pool.leases] == [True, False]
 
 
 def test_a_lease_that_ended_early_is_asked_for_again_after_a_moment() -> None:
     world = World(FakePool(3))
     request = waiting(world)
-    world.link.pool.leases[0].ended = True
+    world.connection.pool.leases[0].ended = True
     for _ in range(2):
-        assert world.side.matched_tokens(request, 0)
+        assert world.side.get_num_new_matched_tokens(request, 0)
         world.build()
-        assert len(world.link.pool.leases) == 1
-    world.clock.advance(AGAIN_S)
-    assert world.side.matched_tokens(request, 0)
+        assert len(world.connection.pool.leases) == 1
+    world.clock.advance(RETRY_S)
+    assert world.side.get_num_new_matched_tokens(request, 0)
     world.build()
     assert leased(world) == [range(3)]
 
@@ -177,20 +178,20 @@ def test_a_lease_that_ended_early_is_asked_for_again_after_a_moment() -> None:
 @pytest.mark.parametrize("error", [ServiceUnavailable("gone"), InvalidRequest("no such chunk")])
 def test_a_lease_that_is_refused_costs_nothing(error: InvalidRequest | ServiceUnavailable) -> None:
     world = World(FakePool(3))
-    world.link.pool.lease_error = error
+    world.connection.pool.lease_error = error
     request = waiting(world)
-    tokens = world.side.matched_tokens(request, 0)
+    tokens = world.side.get_num_new_matched_tokens(request, 0)
     assert tokens == 96
     world.side.allocated(request, [BLOCKS], tokens)
-    orders = world.build()
-    world.ended(orders, 3)
-    assert len(orders.loads) == 1
+    jobs = world.build()
+    world.ended(jobs, 3)
+    assert len(jobs.loads) == 1
 
 
 def test_without_an_agent_nothing_is_leased() -> None:
     world = World(FakePool(3))
     request = a_request(120)
     world.match(request)
-    world.link.pool = None
+    world.connection.pool = None
     world.build()
-    assert world.side.matched_tokens(request, 0) == 0
+    assert world.side.get_num_new_matched_tokens(request, 0) == 0

@@ -9,17 +9,18 @@ import pytest
 from kvpool.client.engine_items import EngineMatchRun, EngineSource, MatchResult
 from kvpool.client.hashing import Prompt
 from tests.unit.connectors.vllm_fakes import FakePool, a_request
-from tests.unit.connectors.vllm_worlds import BLOCKS, CHUNK, CHUNK_BYTES, World
+from tests.unit.connectors.vllm_jobs import CHUNK, CHUNK_BYTES
+from tests.unit.connectors.vllm_worlds import BLOCKS, World
 
 
 def learned(
     world: World, request_id: str, *, seconds: float, loaded_chunks: int = 3, late: bool = False, **values: Any
 ) -> None:
     """One load, from its decision until the engine knows of its end."""
-    orders = world.load(a_request(120, request_id, first_token=1000 * sum(request_id.encode())))
-    assert orders.loads
+    jobs = world.load(a_request(120, request_id, first_token=1000 * sum(request_id.encode())))
+    assert jobs.loads
     world.clock.advance(seconds)
-    world.ended(orders, loaded_chunks, late=late, **values)
+    world.ended(jobs, loaded_chunks, late=late, **values)
 
 
 def a_match(chunks: int) -> tuple[Prompt, int, MatchResult, int]:
@@ -71,22 +72,22 @@ def test_a_timeout_leaves_a_load_several_times_what_is_expected() -> None:
     learned(world, "the first one connects", seconds=5.0)
     world.side.cost.note_prefill(1000, 50.0)
     learned(world, "a", seconds=2.0, copy_s=2.0)
-    (order,) = world.load(a_request(120, "b", first_token=500)).loads
-    assert order.timeout_s == pytest.approx(2 * 96 * 0.05)
-    assert order.compute_us_per_token == pytest.approx(50_000)
+    (job,) = world.load(a_request(120, "b", first_token=500)).loads
+    assert job.timeout_s == pytest.approx(2 * 96 * 0.05)
+    assert job.compute_us_per_token == pytest.approx(50_000)
 
 
 def test_loads_that_are_late_together_count_as_one() -> None:
     world = World(FakePool(3))
     together = [world.load(a_request(120, f"r{number}", first_token=1000 * number)) for number in range(20)]
-    for orders in together:
-        world.ended(orders, 0, late=True)
+    for jobs in together:
+        world.ended(jobs, 0, late=True)
     world.clock.advance(1.0)
     assert world.match(a_request(120, "soon", first_token=90_000)) == 96
 
 
 def test_an_agent_that_lets_loads_be_late_is_asked_now_and_then_only() -> None:
-    world = World(FakePool(3), shares_blocks=False)
+    world = World(FakePool(3), prefix_caching=False)
     loads = 0
     for number in range(600):
         request = a_request(120, f"r{number}")
@@ -94,11 +95,11 @@ def test_an_agent_that_lets_loads_be_late_is_asked_now_and_then_only() -> None:
         if tokens:
             loads += 1
             world.side.allocated(request, [BLOCKS], tokens)
-            orders = world.build()
+            jobs = world.build()
             world.clock.advance(0.8)
-            world.ended(orders, 0, late=True)
+            world.ended(jobs, 0, late=True)
         world.build()
-        world.side.finished(request, [[]], "FINISHED_ABORTED")
+        world.side.request_finished(request, [[]], "FINISHED_ABORTED")
         world.clock.advance(0.2)  # five requests a second
     assert 20 <= loads <= 80  # pauses are jittered
 
@@ -124,14 +125,14 @@ def test_only_the_part_is_loaded_that_pays() -> None:
 
 
 def test_a_load_is_tried_again_after_many_that_were_declined() -> None:
-    world = World(FakePool(3), shares_blocks=False)
+    world = World(FakePool(3), prefix_caching=False)
     for seconds in (9.0, 1000.0):
         world.side.cost.note_load(EngineSource.STAGING, 3 * CHUNK_BYTES, seconds, copy_s=seconds)
     world.side.cost.note_prefill(1000, 2.0)
     requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(32)]
     assert [world.match(request) for request in requests] == [0] * 31 + [96]
-    assert world.side.matched_tokens(requests[-1], 0) == 96, "as long as it waits for its blocks"
-    assert world.side.tally.take()["declined_chunks"] == 31 * 3
+    assert world.side.get_num_new_matched_tokens(requests[-1], 0) == 96, "as long as it waits for its blocks"
+    assert world.side.counters.take()["declined_chunks"] == 31 * 3
 
 
 def test_drafts_of_speculative_decoding_are_no_prompts() -> None:
@@ -140,9 +141,9 @@ def test_drafts_of_speculative_decoding_are_no_prompts() -> None:
     for request in requests:
         world.match(request)
         request.num_computed_tokens = 99  # one known token each; the others are guesses
-    orders = world.build({request.request_id: 5 for request in requests})
+    jobs = world.build({request.request_id: 5 for request in requests})
     world.clock.advance(0.05)
-    world.side.on_worker_report(orders.step, [])
+    world.side.on_worker_report(jobs.step, [])
     assert world.side.cost.compute_ms(1) is None
 
 
@@ -152,9 +153,9 @@ def test_steps_that_wait_for_layers_do_not_say_how_fast_the_engine_computes() ->
     tokens = world.match(request)
     assert tokens == 96
     world.side.allocated(request, [BLOCKS], tokens)
-    orders = world.build({"r": 304})
+    jobs = world.build({"r": 304})
     world.clock.advance(2.0)
-    world.ended(orders, 3)
+    world.ended(jobs, 3)
     assert world.side.cost.compute_ms(1) is None
 
 
@@ -163,8 +164,8 @@ def test_a_request_that_ends_with_the_step_that_loaded_its_layers_is_stored() ->
     request = a_request(140)
     world.load(request)
     request.num_computed_tokens = 140
-    assert world.side.finished(request, [BLOCKS], "FINISHED_LENGTH_CAPPED")  # vLLM says this before the load's end
-    assert [(order.first_chunk, order.end_chunk) for order in world.build().stores] == [(3, 4)]
+    assert world.side.request_finished(request, [BLOCKS], "FINISHED_LENGTH_CAPPED")  # before the load's end
+    assert [(job.first_chunk, job.end_chunk) for job in world.build().stores] == [(3, 4)]
 
 
 def test_an_ended_load_does_not_let_others_forget_a_running_one_of_the_same_chunk() -> None:
@@ -177,10 +178,10 @@ def test_an_ended_load_does_not_let_others_forget_a_running_one_of_the_same_chun
 
 
 def test_tokens_are_named_only_if_somebody_asks_for_them() -> None:
-    world = World(FakePool(0), tells_changes=False)
+    world = World(FakePool(0), publishes_events=False)
     request = a_request(100)
     world.match(request)
     request.num_computed_tokens = 99
-    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
     world.stored(world.build())
-    assert world.side.take_changes() == []
+    assert world.side.take_events() == []

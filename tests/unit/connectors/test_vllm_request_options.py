@@ -14,8 +14,9 @@ from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.core.retention import PINNED_FOREVER_US, Retention
 from tests.unit.connectors import vllm_modules
 from tests.unit.connectors.vllm_fakes import FakePool, a_request
+from tests.unit.connectors.vllm_jobs import CHUNK
 from tests.unit.connectors.vllm_modules import Role, a_config
-from tests.unit.connectors.vllm_worlds import BLOCKS, CHUNK, World
+from tests.unit.connectors.vllm_worlds import BLOCKS, World
 
 NOW_US = 1_000_000
 
@@ -72,7 +73,7 @@ def test_a_request_that_is_not_to_be_loaded_is_computed_and_stored() -> None:
     request = a_request(100, kv_transfer_params={"kvpool": {"load": False}})
     assert world.match(request) == 0
     request.num_computed_tokens = 99
-    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert len(world.build().stores) == 1
 
 
@@ -83,7 +84,7 @@ def test_a_request_that_is_not_to_be_stored_is_not(store: str) -> None:
     assert world.match(request) == 2 * CHUNK
     assert world.build({"r": 136}).stores == []
     request.num_computed_tokens = 199
-    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert not world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert world.build().stores == []
 
 
@@ -92,10 +93,10 @@ def test_a_retention_goes_with_the_store_of_all_chunks_those_in_the_pool_include
     request = a_request(200, kv_transfer_params={"kvpool": {"ttl_s": 60, "priority": 7}})
     world.match(request)
     request.num_computed_tokens = 199
-    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
-    (order,) = world.build().stores
-    assert (order.first_chunk, order.end_chunk) == (0, 6)
-    assert order.retention == Retention(ttl_ms=60_000, priority=7)
+    world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
+    (job,) = world.build().stores
+    assert (job.first_chunk, job.end_chunk) == (0, 6)
+    assert job.retention == Retention(ttl_ms=60_000, priority=7)
 
 
 def test_a_refused_request_is_named_in_the_log_and_by_the_connector(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +106,7 @@ def test_a_refused_request_is_named_in_the_log_and_by_the_connector(caplog: pyte
     assert "has no 'prio'" in caplog.text
     assert "has no 'prio'" in world.side.refusal("r")
     request.num_computed_tokens = 99
-    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert not world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
 
 
 def test_sources_of_a_hit_are_those_that_its_match_found() -> None:
@@ -133,7 +134,7 @@ class Side:
     def refusal(self, request_id: str) -> str:
         return "has no prio" if request_id == "refused" else ""
 
-    def finished(self, request: Any, block_ids: Any, status: str) -> bool:
+    def request_finished(self, request: Any, block_ids: Any, status: str) -> bool:
         return False
 
     def expected_sources(self, request_id: str, token_count: int) -> dict[EngineSource, int]:

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from kvpool.connectors.vllm.adapters import Adapters
+from kvpool.connectors.vllm.lora_identities import LoraIdentities
 from kvpool.connectors.vllm.request_chain import request_chain
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.chunks import chunk_hashes
 from kvpool.core.errors import InvalidRequest
-from tests.unit.connectors.vllm_fakes import HASH_KEY, FakeLink, FakeRequest, a_request, image
+from tests.unit.connectors.vllm_fakes import HASH_KEY, FakeConnection, FakeRequest, a_request, image
 
 CHUNK = 16
 
 
 def hashes(request: FakeRequest, epoch: bytes = b"") -> tuple[bytes, ...]:
     lora = request.lora_request
-    adapter = Adapters(FakeLink(None).start).identity(lora) if lora is not None else None
+    adapter = LoraIdentities(FakeConnection(None).start).identity(lora) if lora is not None else None
     return request_chain(request, adapter, HASH_KEY, CHUNK, epoch=epoch).hashes
 
 
@@ -72,7 +72,7 @@ def test_an_adapter_is_its_files_not_its_name(tmp_path: Path) -> None:
 
 
 def test_an_adapter_whose_files_are_not_here_has_no_identity(tmp_path: Path) -> None:
-    adapters = Adapters(FakeLink(None).start)
+    adapters = LoraIdentities(FakeConnection(None).start)
     unknown = SimpleNamespace(lora_int_id=1, lora_name="n", lora_path="somebody/adapter")
     assert adapters.identity(unknown) is None
     with pytest.raises(InvalidRequest, match="adapter"):
@@ -80,25 +80,25 @@ def test_an_adapter_whose_files_are_not_here_has_no_identity(tmp_path: Path) -> 
 
 
 def test_an_adapters_files_are_read_once_and_in_nobodys_way(tmp_path: Path) -> None:
-    link = FakeLink(None)
-    adapters, one = Adapters(link.start), adapter(tmp_path / "one", b"x")
-    link.held = True
+    connection = FakeConnection(None)
+    adapters, one = LoraIdentities(connection.start), adapter(tmp_path / "one", b"x")
+    connection.held = True
     assert [adapters.identity(one) for _ in range(3)] == [None] * 3
-    link.go()
+    connection.go()
     identity = adapters.identity(one)
     assert identity is not None
     (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"y")  # the engine has the first ones still
     assert adapters.identity(one) == identity
     again = SimpleNamespace(**{**vars(one), "lora_int_id": 2})  # until it is loaded again
     assert adapters.identity(again) is None
-    link.go()
+    connection.go()
     assert adapters.identity(again) not in (None, identity)
 
 
 def test_an_adapter_that_is_read_anew_each_time_has_no_identity(tmp_path: Path) -> None:
     one = adapter(tmp_path / "one", b"x")
     one.load_inplace = True
-    assert Adapters(FakeLink(None).start).identity(one) is None
+    assert LoraIdentities(FakeConnection(None).start).identity(one) is None
 
 
 def test_an_adapter_that_cannot_be_read_is_said_and_not_shared(
@@ -107,19 +107,19 @@ def test_an_adapter_that_cannot_be_read_is_said_and_not_shared(
     def refuse(*arguments: Any) -> bytes:
         raise PermissionError("planted")
 
-    monkeypatch.setattr("kvpool.connectors.vllm.adapters.directory_digest", refuse)
-    adapters, one = Adapters(FakeLink(None).start), adapter(tmp_path / "one", b"x")
+    monkeypatch.setattr("kvpool.connectors.vllm.lora_identities.directory_digest", refuse)
+    adapters, one = LoraIdentities(FakeConnection(None).start), adapter(tmp_path / "one", b"x")
     assert [adapters.identity(one) for _ in range(3)] == [None] * 3
     assert caplog.text.count("planted") == 1
 
 
 def test_only_so_many_adapters_are_remembered(tmp_path: Path) -> None:
-    link = FakeLink(None)
-    adapters = Adapters(link.start, limit=2)
+    connection = FakeConnection(None)
+    adapters = LoraIdentities(connection.start, limit=2)
     many = [adapter(tmp_path / str(number), b"x") for number in range(4)]
     for one in many:
         adapters.identity(one)
-    link.held = True
+    connection.held = True
     assert [adapters.identity(one) is not None for one in reversed(many)] == [True, True, False, False]
 
 

@@ -7,15 +7,16 @@ import pytest
 from kvpool.client.engine_items import EngineSource
 from kvpool.core.errors import ServiceUnavailable
 from tests.unit.connectors.vllm_fakes import FakePool, FakeRequest, a_request
-from tests.unit.connectors.vllm_worlds import BLOCK, BLOCKS, CHUNK, CHUNK_BYTES, World
+from tests.unit.connectors.vllm_jobs import BLOCK, CHUNK, CHUNK_BYTES
+from tests.unit.connectors.vllm_worlds import BLOCKS, World
 
 
 def test_what_the_pool_has_is_loaded_into_the_requests_blocks() -> None:
     world = World(FakePool(3))
-    (order,) = world.load(a_request(120)).loads
-    assert (order.first_chunk, order.end_chunk, order.first_token, order.end_token) == (0, 3, 0, 96)
-    assert order.block_ids.tolist() == BLOCKS[:6]
-    assert len(order.hashes) == 3 * 16
+    (job,) = world.load(a_request(120)).loads
+    assert (job.first_chunk, job.end_chunk, job.first_token, job.end_token) == (0, 3, 0, 96)
+    assert job.block_ids.tolist() == BLOCKS[:6]
+    assert len(job.hashes) == 3 * 16
 
 
 def test_workers_hear_whether_their_step_computes() -> None:
@@ -28,28 +29,28 @@ def test_workers_hear_whether_their_step_computes() -> None:
 
 def test_a_prompts_last_token_is_always_computed() -> None:
     world = World(FakePool(9))
-    (order,) = world.load(a_request(4 * CHUNK)).loads
-    assert order.end_token == 4 * CHUNK - 1
-    assert order.end_chunk == 4
-    assert order.failed_blocks(4, CHUNK, BLOCK) == set()
+    (job,) = world.load(a_request(4 * CHUNK)).loads
+    assert job.end_token == 4 * CHUNK - 1
+    assert job.end_chunk == 4
+    assert job.failed_blocks(4, CHUNK, BLOCK) == set()
 
 
 def test_held_tokens_inside_of_a_chunk_are_left_alone() -> None:
     world = World(FakePool(3))
-    (order,) = world.load(a_request(120), held_tokens=48).loads
-    assert (order.first_chunk, order.first_token) == (1, 48)
-    assert world.link.pool.asked[0][1] == 0, "it was asked when the request came"
+    (job,) = world.load(a_request(120), held_tokens=48).loads
+    assert (job.first_chunk, job.first_token) == (1, 48)
+    assert world.connection.pool.asked[0][1] == 0, "it was asked when the request came"
 
 
 def test_an_answer_holds_also_when_the_engine_has_got_more_since() -> None:
     world = World(FakePool(3, estimated_ms=30.0))
     request = a_request(120)
     assert world.match(request) == 96
-    assert world.side.matched_tokens(request, 64) == 32
+    assert world.side.get_num_new_matched_tokens(request, 64) == 32
     world.side.allocated(request, [BLOCKS], 32)
-    (order,) = world.build().loads
-    assert (order.first_chunk, order.end_chunk, order.first_token, order.end_token) == (2, 3, 64, 96)
-    assert len(world.link.pool.asked) == 1
+    (job,) = world.build().loads
+    assert (job.first_chunk, job.end_chunk, job.first_token, job.end_token) == (2, 3, 64, 96)
+    assert len(world.connection.pool.asked) == 1
 
 
 def test_an_engine_that_has_lost_chunks_since_asks_again() -> None:
@@ -57,9 +58,9 @@ def test_an_engine_that_has_lost_chunks_since_asks_again() -> None:
     request = a_request(120)
     assert world.match(request, held_tokens=64) == 32
     world.clock.advance(11.0)
-    assert world.side.matched_tokens(request, 64) == 32
-    assert world.side.matched_tokens(request, 0) == 96
-    assert [held for _, held in world.link.pool.asked] == [0, 2, 0]
+    assert world.side.get_num_new_matched_tokens(request, 64) == 32
+    assert world.side.get_num_new_matched_tokens(request, 0) == 96
+    assert [held for _, held in world.connection.pool.asked] == [0, 2, 0]
 
 
 def test_an_answer_that_begins_too_late_is_asked_for_again() -> None:
@@ -67,62 +68,62 @@ def test_an_answer_that_begins_too_late_is_asked_for_again() -> None:
     request = a_request(120)
     world.match(request)
     world.clock.advance(11.0)
-    world.link.held = True
-    assert world.side.matched_tokens(request, 64) is None
-    world.link.go()
-    world.link.held = False
-    assert world.side.matched_tokens(request, 0) is None
-    assert world.side.matched_tokens(request, 0) == 96
+    world.connection.held = True
+    assert world.side.get_num_new_matched_tokens(request, 64) is None
+    world.connection.go()
+    world.connection.held = False
+    assert world.side.get_num_new_matched_tokens(request, 0) is None
+    assert world.side.get_num_new_matched_tokens(request, 0) == 96
 
 
 def test_a_failure_names_only_blocks_after_the_held_ones() -> None:
-    (order,) = World(FakePool(3)).load(a_request(120), held_tokens=48).loads
-    assert order.failed_blocks(1, CHUNK, BLOCK) == set(BLOCKS[3:6])
-    assert order.failed_blocks(2, CHUNK, BLOCK) == set(BLOCKS[4:6])
+    (job,) = World(FakePool(3)).load(a_request(120), held_tokens=48).loads
+    assert job.failed_blocks(1, CHUNK, BLOCK) == set(BLOCKS[3:6])
+    assert job.failed_blocks(2, CHUNK, BLOCK) == set(BLOCKS[4:6])
 
 
 def test_nothing_is_said_while_the_lookup_runs() -> None:
     world = World(FakePool(3))
-    world.link.held = True
+    world.connection.held = True
     request = a_request(120)
     assert world.match(request) is None
-    assert world.side.matched_tokens(request, 0) is None
-    world.link.go()
-    assert world.side.matched_tokens(request, 0) == 96
-    assert len(world.link.pool.asked) == 1
+    assert world.side.get_num_new_matched_tokens(request, 0) is None
+    world.connection.go()
+    assert world.side.get_num_new_matched_tokens(request, 0) == 96
+    assert len(world.connection.pool.asked) == 1
 
 
 def test_a_request_without_blocks_is_not_matched_in_every_step() -> None:
     world = World(FakePool(3))
     request = a_request(120)
     world.match(request)
-    assert [world.side.matched_tokens(request, 0) for _ in range(5)] == [96] * 5
-    assert len(world.link.pool.asked) == 1
-    assert world.side.tally.take() == {"lookups": 1, "offered_chunks": 3}
+    assert [world.side.get_num_new_matched_tokens(request, 0) for _ in range(5)] == [96] * 5
+    assert len(world.connection.pool.asked) == 1
+    assert world.side.counters.take() == {"lookups": 1, "offered_chunks": 3}
     world.clock.advance(11.0)
-    assert world.side.matched_tokens(request, 0) == 96
-    assert len(world.link.pool.asked) == 2
+    assert world.side.get_num_new_matched_tokens(request, 0) == 96
+    assert len(world.connection.pool.asked) == 2
 
 
 def test_a_request_is_hashed_and_looked_up_once_while_it_waits_for_its_turn() -> None:
     world = World(FakePool(3))
-    world.link.held = True
+    world.connection.held = True
     request = a_request(120)
     world.side.on_new_request(request)
-    world.link.go()
-    assert [held for _, held in world.link.pool.asked] == [0]
-    assert world.side.matched_tokens(request, 0) == 96
-    assert len(world.link.pool.asked) == 1
+    world.connection.go()
+    assert [held for _, held in world.connection.pool.asked] == [0]
+    assert world.side.get_num_new_matched_tokens(request, 0) == 96
+    assert len(world.connection.pool.asked) == 1
 
 
 def test_an_engine_that_only_stores_hashes_prompts_beside_its_own_thread() -> None:
     world = World(FakePool(3), load="never", store="prefill")
-    world.link.held = True
+    world.connection.held = True
     request = a_request(120)
     world.side.on_new_request(request)
-    world.link.go()
-    assert world.side.matched_tokens(request, 0) == 0
-    assert world.link.pool.asked == []
+    world.connection.go()
+    assert world.side.get_num_new_matched_tokens(request, 0) == 0
+    assert world.connection.pool.asked == []
     assert world.build({"r": 120}).stores[0].end_chunk == 3
 
 
@@ -138,7 +139,7 @@ def test_an_engine_that_only_stores_hashes_prompts_beside_its_own_thread() -> No
 def test_what_cannot_be_shared_is_not_looked_up(request_: FakeRequest) -> None:
     world = World(FakePool(3))
     assert world.match(request_) == 0
-    assert world.link.pool.asked == []
+    assert world.connection.pool.asked == []
 
 
 def test_without_an_agent_everything_is_computed() -> None:
@@ -146,13 +147,13 @@ def test_without_an_agent_everything_is_computed() -> None:
     request = a_request(120)
     assert world.match(request) == 0
     request.num_computed_tokens = 119
-    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert not world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
 
 
 def test_after_a_failed_lookup_the_pool_is_left_alone_for_a_moment() -> None:
     world = World(FakePool(error=ServiceUnavailable("gone")))
     assert world.match(a_request(120)) == 0
-    world.link.pool.error, world.link.pool.chunk_count = None, 3
+    world.connection.pool.error, world.connection.pool.chunk_count = None, 3
     assert world.match(a_request(120, "b")) == 0
     world.clock.advance(6.0)
     assert world.match(a_request(120, "c")) == 96
@@ -162,18 +163,18 @@ def test_a_load_is_not_tried_twice_for_one_request() -> None:
     world = World(FakePool(3))
     request = a_request(120)
     world.ended(world.load(request), loaded_chunks=0)
-    assert world.side.matched_tokens(request, 0) == 0
+    assert world.side.get_num_new_matched_tokens(request, 0) == 0
     request.num_preemptions = 1
-    assert world.side.matched_tokens(request, 0) == 96
+    assert world.side.get_num_new_matched_tokens(request, 0) == 96
 
 
 def test_a_request_waits_for_another_that_loads_the_same_chunk() -> None:
     world = World(FakePool(3))
-    orders = world.load(a_request(120, "a"))
+    jobs = world.load(a_request(120, "a"))
     other = a_request(120, "b")
     assert world.match(other) is None
-    world.ended(orders, loaded_chunks=3)
-    assert world.side.matched_tokens(other, 0) == 96
+    world.ended(jobs, loaded_chunks=3)
+    assert world.side.get_num_new_matched_tokens(other, 0) == 96
 
 
 def test_nobody_waits_for_anothers_load_for_ever() -> None:
@@ -182,11 +183,11 @@ def test_nobody_waits_for_anothers_load_for_ever() -> None:
     other = a_request(120, "b")
     assert world.match(other) is None
     world.clock.advance(60.0)
-    assert world.side.matched_tokens(other, 0) == 96
+    assert world.side.get_num_new_matched_tokens(other, 0) == 96
 
 
 def test_an_engine_that_shares_no_blocks_loads_for_each_request() -> None:
-    world = World(FakePool(3), shares_blocks=False)
+    world = World(FakePool(3), prefix_caching=False)
     world.load(a_request(120, "a"))
     assert world.match(a_request(120, "b")) == 96
 
@@ -202,7 +203,7 @@ def test_computing_is_chosen_where_it_is_quicker() -> None:
     world = World(FakePool(3))
     knows_slow_loads(world)
     assert world.match(a_request(120)) == 0
-    assert world.side.tally.take()["declined_chunks"] == 3
+    assert world.side.counters.take()["declined_chunks"] == 3
 
 
 @pytest.mark.parametrize(("load", "tokens"), [("always", 96), ("never", 0), ("quicker", 0)])
@@ -214,40 +215,40 @@ def test_an_operator_may_decide_instead(load: str, tokens: int) -> None:
 
 def test_a_load_waits_while_as_many_bytes_as_may_be_are_in_flight() -> None:
     world = World(FakePool(3), load_bytes_in_flight_max=5 * CHUNK_BYTES)
-    orders = world.load(a_request(120, "a"))
+    jobs = world.load(a_request(120, "a"))
     second = a_request(120, "b", first_token=500)
     assert world.match(second) is None
-    assert world.side.tally.declined_chunks == 0
-    world.ended(orders, 3)
-    assert world.side.matched_tokens(second, 0) == 96
+    assert world.side.counters.declined_chunks == 0
+    world.ended(jobs, 3)
+    assert world.side.get_num_new_matched_tokens(second, 0) == 96
 
 
 def test_a_large_load_that_waits_is_not_overtaken() -> None:
     world = World(FakePool(3), load_bytes_in_flight_max=5 * CHUNK_BYTES)
-    orders = world.load(a_request(120, "a"))
+    jobs = world.load(a_request(120, "a"))
     large, small = a_request(120, "b", first_token=500), a_request(40, "c", first_token=900)
     assert world.match(large) is None
     assert world.match(small) is None  # it would fit
     world.build()
-    world.ended(orders, 3)
-    assert world.side.matched_tokens(large, 0) == 96
+    world.ended(jobs, 3)
+    assert world.side.get_num_new_matched_tokens(large, 0) == 96
 
 
 def test_bytes_of_an_aborted_requests_load_are_in_flight_until_another_of_its_name() -> None:
     world = World(FakePool(3))
     first = a_request(120, "a")
     world.load(first)
-    world.side.finished(first, [BLOCKS], "FINISHED_ABORTED")
-    orders = world.load(a_request(120, "a", first_token=500))
-    world.ended(orders, 3)
+    world.side.request_finished(first, [BLOCKS], "FINISHED_ABORTED")
+    jobs = world.load(a_request(120, "a", first_token=500))
+    world.ended(jobs, 3)
     assert world.side._loads._queued_bytes == 0
 
 
 def test_a_load_larger_than_all_that_may_be_in_flight_is_loaded_alone() -> None:
     world = World(FakePool(3), load_bytes_in_flight_max=CHUNK_BYTES)
-    orders = world.load(a_request(120, "a"))
+    jobs = world.load(a_request(120, "a"))
     assert world.match(a_request(120, "b", first_token=500)) is None
-    world.ended(orders, 3)
+    world.ended(jobs, 3)
     assert world.match(a_request(120, "c", first_token=900)) == 96
 
 
@@ -255,7 +256,7 @@ def test_the_first_steps_teach_how_fast_the_engine_computes() -> None:
     world = World(FakePool(0))
     request = a_request(1000)
     world.match(request)
-    orders = world.build({"r": 1000})
+    jobs = world.build({"r": 1000})
     world.clock.advance(2.0)
-    world.side.on_worker_report(orders.step, [])
+    world.side.on_worker_report(jobs.step, [])
     assert world.side.cost.compute_ms(1000) == pytest.approx(2000)

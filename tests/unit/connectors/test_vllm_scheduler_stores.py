@@ -14,12 +14,12 @@ def test_a_finished_requests_chunks_are_stored_and_its_blocks_kept() -> None:
     world.match(request)
     request.all_token_ids += list(range(40))
     request.num_computed_tokens = 139
-    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
-    orders = world.build()
-    (order,) = orders.stores
-    assert (order.first_chunk, order.end_chunk) == (1, 4)  # the pool was seen to have chunk 0
-    assert order.block_ids.tolist() == BLOCKS[:8]
-    assert orders.release == ["r"]
+    assert world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
+    jobs = world.build()
+    (job,) = jobs.stores
+    assert (job.first_chunk, job.end_chunk) == (1, 4)  # the pool was seen to have chunk 0
+    assert job.block_ids.tolist() == BLOCKS[:8]
+    assert jobs.release == ["r"]
 
 
 def test_generated_tokens_stay_out_if_so_asked() -> None:
@@ -28,7 +28,7 @@ def test_generated_tokens_stay_out_if_so_asked() -> None:
     world.match(request)
     request.all_token_ids += list(range(40))
     request.num_computed_tokens = 109
-    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert world.build().stores[0].end_chunk == 2
 
 
@@ -37,7 +37,7 @@ def test_the_last_sampled_token_has_no_kv() -> None:
     request = a_request(64)
     world.match(request)
     request.num_computed_tokens = 64  # a step that was under way when the request ended
-    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert world.build().stores[0].end_chunk == 1
 
 
@@ -47,13 +47,13 @@ def test_tokens_whose_kv_a_drafter_may_write_again_are_not_stored_yet() -> None:
     world.match(request)
     assert world.build({"r": 64}).stores[0].end_chunk == 1
     request.num_computed_tokens = 64
-    (order,) = world.build({"r": 32}).stores
-    assert (order.first_chunk, order.end_chunk) == (1, 2)
+    (job,) = world.build({"r": 32}).stores
+    assert (job.first_chunk, job.end_chunk) == (1, 2)
     request.all_token_ids += [1, 2]
     request.num_computed_tokens = 97
-    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
-    (order,) = world.build().stores
-    assert (order.first_chunk, order.end_chunk) == (2, 3)
+    world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
+    (job,) = world.build().stores
+    assert (job.first_chunk, job.end_chunk) == (2, 3)
 
 
 @pytest.mark.parametrize("in_flight", [0, 40])
@@ -62,7 +62,7 @@ def test_an_aborted_request_is_stored_as_far_as_it_was_computed(in_flight: int) 
     request = a_request(200)
     world.match(request)
     request.num_computed_tokens, request.num_in_flight_tokens = 100, in_flight
-    world.side.finished(request, [BLOCKS], "FINISHED_ABORTED")
+    world.side.request_finished(request, [BLOCKS], "FINISHED_ABORTED")
     assert world.build().stores[0].end_chunk == (3 if not in_flight else 1)
 
 
@@ -71,16 +71,16 @@ def test_a_failed_request_is_not_stored() -> None:
     request = a_request(200)
     world.match(request)
     request.num_computed_tokens = 199
-    assert not world.side.finished(request, [BLOCKS], "FINISHED_ERROR")
+    assert not world.side.request_finished(request, [BLOCKS], "FINISHED_ERROR")
 
 
 def test_a_request_aborted_during_its_load_leaves_its_blocks_to_the_engine() -> None:
     world = World(FakePool(3))
     request = a_request(120)
-    orders = world.load(request)
+    jobs = world.load(request)
     request.num_computed_tokens = 96
-    assert not world.side.finished(request, [BLOCKS], "FINISHED_ABORTED")
-    world.ended(orders, loaded_chunks=3)
+    assert not world.side.request_finished(request, [BLOCKS], "FINISHED_ABORTED")
+    world.ended(jobs, loaded_chunks=3)
     assert world.build().release == []
 
 
@@ -89,13 +89,13 @@ def test_a_load_whose_request_is_aborted_is_cancelled_once_and_counts_as_no_fail
 ) -> None:
     world = World(FakePool(3))
     request = a_request(120)
-    orders = world.load(request)
-    assert orders.cancel == []
-    world.side.finished(request, [BLOCKS], "FINISHED_ABORTED")
+    jobs = world.load(request)
+    assert jobs.cancel == []
+    world.side.request_finished(request, [BLOCKS], "FINISHED_ABORTED")
     assert world.build().cancel == ["r"]
     assert world.build().cancel == []
-    world.ended(orders, loaded_chunks=1, cancelled=True, gone=False)
-    counted = world.side.tally.take()
+    world.ended(jobs, loaded_chunks=1, cancelled=True, gone=False)
+    counted = world.side.counters.take()
     assert (counted["loads"], counted["loaded_chunks"]) == (1, 1)
     assert "failed_loads" not in counted
     assert "failed_load_chunks" not in counted
@@ -106,11 +106,11 @@ def test_a_load_whose_request_is_aborted_is_cancelled_once_and_counts_as_no_fail
 def test_a_load_that_ended_when_its_request_was_aborted_is_not_cancelled_in_the_name_of_another() -> None:
     world = World(FakePool(3))
     request = a_request(120)
-    orders = world.load(request)
-    world.side.finished(request, [BLOCKS], "FINISHED_ABORTED")
-    world.ended(orders, loaded_chunks=3)
+    jobs = world.load(request)
+    world.side.request_finished(request, [BLOCKS], "FINISHED_ABORTED")
+    world.ended(jobs, loaded_chunks=3)
     again = world.load(a_request(120))  # under the same name
-    assert [order.request_id for order in again.loads] == ["r"]
+    assert [job.request_id for job in again.loads] == ["r"]
     assert again.cancel == []
 
 
@@ -118,7 +118,7 @@ def test_a_request_that_does_not_wait_for_a_load_has_none_to_cancel() -> None:
     world = World(FakePool(3))
     request = a_request(120)
     world.ended(world.load(request), loaded_chunks=3)
-    world.side.finished(request, [BLOCKS], "FINISHED_ABORTED")
+    world.side.request_finished(request, [BLOCKS], "FINISHED_ABORTED")
     assert world.build().cancel == []
 
 
@@ -127,25 +127,25 @@ def test_chunks_are_stored_as_they_are_computed_if_so_asked() -> None:
     request = a_request(100)
     world.match(request)
     first = world.build({"r": 70})
-    assert [(order.first_chunk, order.end_chunk) for order in first.stores] == [(0, 2)]
+    assert [(job.first_chunk, job.end_chunk) for job in first.stores] == [(0, 2)]
     request.num_computed_tokens = 70
     second = world.build({"r": 30})
-    assert [(order.first_chunk, order.end_chunk) for order in second.stores] == [(2, 3)]
+    assert [(job.first_chunk, job.end_chunk) for job in second.stores] == [(2, 3)]
     world.stored(first)
     world.stored(second)
     request.num_computed_tokens = 100
-    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")  # nothing is left to do
+    assert not world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")  # nothing is left to do
 
 
 def test_blocks_are_kept_for_stores_that_have_not_ended_on_all_workers() -> None:
     world = World(FakePool(0), store="prefill", workers=2)
     request = a_request(64)
     world.match(request)
-    orders = world.build({"r": 64})
+    jobs = world.build({"r": 64})
     world.worker_count = 1
-    world.stored(orders)
+    world.stored(jobs)
     request.num_computed_tokens = 64
-    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert world.build().release == ["r"]
 
 
@@ -164,10 +164,10 @@ def test_what_was_stored_is_not_offered_again() -> None:
         request = a_request(64, name)
         world.match(request)
         request.num_computed_tokens, request.all_token_ids = 64, [*request.all_token_ids, 7]
-        world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
-        orders = world.build()
-        assert len(orders.stores) == expected
-        world.stored(orders)
+        world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
+        jobs = world.build()
+        assert len(jobs.stores) == expected
+        world.stored(jobs)
 
 
 def test_never_means_never() -> None:
@@ -175,7 +175,7 @@ def test_never_means_never() -> None:
     request = a_request(100)
     world.match(request)
     request.num_computed_tokens = 99
-    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert not world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
 
 
 def test_what_came_into_the_pool_is_told_once() -> None:
@@ -183,23 +183,23 @@ def test_what_came_into_the_pool_is_told_once() -> None:
     request = a_request(100)
     world.match(request)
     request.num_computed_tokens = 99
-    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
-    orders = world.build()
-    assert world.side.take_changes() == []
-    world.stored(orders)
-    (change,) = world.side.take_changes()
-    assert change.hashes == hashes_of(orders.stores[0])[1:]
-    assert change.parent_hash == hashes_of(orders.stores[0])[0]
+    world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
+    jobs = world.build()
+    assert world.side.take_events() == []
+    world.stored(jobs)
+    (change,) = world.side.take_events()
+    assert change.hashes == hashes_of(jobs.stores[0])[1:]
+    assert change.parent_hash == hashes_of(jobs.stores[0])[0]
     assert change.token_ids == tuple(range(32, 96))
-    assert world.side.take_changes() == []
+    assert world.side.take_events() == []
 
 
 def test_what_could_not_be_loaded_is_told_to_be_gone() -> None:
     world = World(FakePool(3))
-    orders = world.load(a_request(120))
-    world.ended(orders, loaded_chunks=1)
-    (change,) = world.side.take_changes()
-    assert (change.hashes, change.token_ids) == (hashes_of(orders.loads[0])[1:], ())
+    jobs = world.load(a_request(120))
+    world.ended(jobs, loaded_chunks=1)
+    (change,) = world.side.take_events()
+    assert (change.hashes, change.token_ids) == (hashes_of(jobs.loads[0])[1:], ())
 
 
 def test_a_store_repeated_after_a_preemption_holds_its_blocks_though_the_first_one_ends() -> None:
@@ -209,29 +209,29 @@ def test_a_store_repeated_after_a_preemption_holds_its_blocks_though_the_first_o
     first = world.build({"r": 64})
     world.build({}, preempted=["r"])
     second = world.build({"r": 64})
-    assert [(order.first_chunk, order.end_chunk) for order in (*first.stores, *second.stores)] == [(0, 2)] * 2
+    assert [(job.first_chunk, job.end_chunk) for job in (*first.stores, *second.stores)] == [(0, 2)] * 2
     world.stored(first, failed_chunks=2)
     request.num_computed_tokens = 64
-    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")  # the second one may read them still
+    assert world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")  # the second one may read them still
     assert world.build().release == ["r"]
     world.stored(second)
-    assert [change.hashes for change in world.side.take_changes()] == [hashes_of(second.stores[0])]
+    assert [change.hashes for change in world.side.take_events()] == [hashes_of(second.stores[0])]
 
 
 def test_what_the_pool_has_lost_is_stored_again() -> None:
     world = World(FakePool(3))
     for name, chunks, expected in (("a", 3, []), ("b", 1, [(1, 3)]), ("c", 3, [])):
-        world.link.pool.chunk_count = chunks
+        world.connection.pool.chunk_count = chunks
         request = a_request(100, name)
         world.match(request)
         request.num_computed_tokens = 99
-        world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
-        orders = world.build()
-        assert [(order.first_chunk, order.end_chunk) for order in orders.stores] == expected
-        world.stored(orders)
+        world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
+        jobs = world.build()
+        assert [(job.first_chunk, job.end_chunk) for job in jobs.stores] == expected
+        world.stored(jobs)
 
 
 def test_what_was_not_loaded_for_another_reason_is_not_told_to_be_gone() -> None:
     world = World(FakePool(3))
     world.ended(world.load(a_request(120)), loaded_chunks=1, gone=False)
-    assert world.side.take_changes() == []
+    assert world.side.take_events() == []

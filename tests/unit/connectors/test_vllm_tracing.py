@@ -10,16 +10,16 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvpool.client.config import ClientConfig
-from kvpool.connectors.vllm.layer_loads import LayerLoads
-from kvpool.connectors.vllm.link import PoolLink
+from kvpool.connectors.vllm.agent_connection import AgentConnection
+from kvpool.connectors.vllm.layerwise_loads import LayerwiseLoads
 from kvpool.core.tracing import TraceParent, Tracer
 from kvpool.tracing.provider import tracer_with
 from tests.fixtures.patience import PATIENCE_S
-from tests.unit.connectors.test_vllm_layer_loads import ORDER, Ticket
-from tests.unit.connectors.test_vllm_link import NOWHERE, a_plan
+from tests.unit.connectors.test_vllm_agent_connection import NOWHERE, a_plan
+from tests.unit.connectors.test_vllm_layerwise_loads import JOB, Ticket
 from tests.unit.connectors.test_vllm_worker import Pool
 from tests.unit.connectors.test_vllm_worker import World as WorkerWorld
-from tests.unit.connectors.vllm_fakes import FakeLink, FakePool, a_request
+from tests.unit.connectors.vllm_fakes import FakeConnection, FakePool, a_request
 from tests.unit.connectors.vllm_worlds import BLOCKS, World
 
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
@@ -33,41 +33,41 @@ def test_a_requests_trace_goes_with_its_lookup_its_load_and_its_store() -> None:
     (load,) = world.load(request).loads
     request.num_computed_tokens = 119
     world.ended(world.build(), loaded_chunks=3)
-    world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
-    assert (world.link.traces, load.trace) == ([CAME], CAME)
+    world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert (world.connection.traces, load.trace) == ([CAME], CAME)
 
     other = World(FakePool(0))
     request = a_request(120, trace_headers=HEADERS)
     other.match(request)
-    other.side.forget()
-    assert other.side.matched_tokens(request, 0) == 0
+    other.side.reset_cache()
+    assert other.side.get_num_new_matched_tokens(request, 0) == 0
     request.num_computed_tokens = 119
-    other.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    other.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
     (store,) = other.build().stores
-    assert (other.link.traces, store.trace) == ([CAME, CAME], CAME)
+    assert (other.connection.traces, store.trace) == ([CAME, CAME], CAME)
 
 
 @pytest.mark.parametrize("headers", [None, {}, {"tracestate": "vendor=1"}])
 def test_a_request_without_a_trace_has_none(headers: dict[str, str] | None) -> None:
     world = World(FakePool(3))
     (load,) = world.load(a_request(120, trace_headers=headers)).loads
-    assert (world.link.traces, load.trace) == ([None], None)
+    assert (world.connection.traces, load.trace) == ([None], None)
 
 
 def test_a_worker_begins_loads_and_stores_within_the_trace() -> None:
     world = WorkerWorld(Pool())
     world.load(trace=CAME)
     world.store(trace=CAME)
-    assert world.link.traces == [CAME, CAME]
+    assert world.connection.traces == [CAME, CAME]
 
-    link = FakeLink(None)
-    layer_loads = LayerLoads(link, lambda *end: None)  # type: ignore[arg-type]
-    layer_loads.begin(replace(ORDER, trace=CAME), Ticket)  # type: ignore[arg-type]
-    assert link.traces[0] == CAME
+    connection = FakeConnection(None)
+    layer_loads = LayerwiseLoads(connection, lambda *end: None)  # type: ignore[arg-type]
+    layer_loads.begin(replace(JOB, trace=CAME), Ticket)  # type: ignore[arg-type]
+    assert connection.traces[0] == CAME
 
 
 class Traced:
-    """A link whose client traces."""
+    """A connection whose client traces."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -75,7 +75,7 @@ class Traced:
         config = ClientConfig(
             agent_endpoint=NOWHERE.agent_endpoint, connect_timeout_s=NOWHERE.connect_timeout_s, tracer=self.tracer
         )
-        self.link = PoolLink(lambda: [a_plan()], config)
+        self.connection = AgentConnection(lambda: [a_plan()], config)
 
     def span_of_work(self, trace: TraceParent | None) -> Any:
         """The span of work that was begun with a trace, and that is asked of the pool as a match is."""
@@ -85,7 +85,7 @@ class Traced:
                 pass
 
         self.exporter.clear()
-        self.link.start(work, trace).result(PATIENCE_S)
+        self.connection.start(work, trace).result(PATIENCE_S)
         (span,) = self.exporter.get_finished_spans()
         return span
 
@@ -100,19 +100,19 @@ def test_the_spans_of_work_are_children_of_the_requests_span() -> None:
         for nonsense in ("", "00-nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "x" * 10_000, "\ud800" * 60):
             assert traced.span_of_work(TraceParent(nonsense, "=" * 100)).parent is None
     finally:
-        traced.link.close()
+        traced.connection.close()
 
 
 def test_without_a_trace_nothing_is_done_for_it() -> None:
-    link = PoolLink(lambda: [a_plan()], NOWHERE)
+    connection = AgentConnection(lambda: [a_plan()], NOWHERE)
     started: list[Any] = []
     try:
-        link._loop.start = started.append  # type: ignore[assignment, method-assign]
+        connection._loop.start = started.append  # type: ignore[assignment, method-assign]
 
         async def work() -> None: ...
 
-        link.start(work)
+        connection.start(work)
         assert started == [work], "what is started is the work itself"
     finally:
-        del link._loop.start
-        link.close()
+        del connection._loop.start
+        connection.close()

@@ -17,7 +17,7 @@ from kvpool.client.sync import BackgroundLoop
 from kvpool.connectors.vllm.request_chain import request_chain
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.testing import eventually_sync
-from tests.unit.connectors.vllm_fakes import FakeLink, FakePool, a_request
+from tests.unit.connectors.vllm_fakes import FakeConnection, FakePool, a_request
 from tests.unit.connectors.vllm_worlds import BLOCKS, World, hashes_of
 
 _HASHING = "kvpool.connectors.vllm.scheduler.request_chain"
@@ -28,7 +28,7 @@ def test_however_many_requests_wait_a_step_waits_once_and_longer_if_nothing_is_c
     computing: list[str], most_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(FakePool(3), lookup_wait_ms=3.0)
-    world.link.held = True
+    world.connection.held = True
     waited: list[float] = []
 
     def wait(futures: list[Future[Any]], timeout_s: float) -> None:
@@ -40,15 +40,15 @@ def test_however_many_requests_wait_a_step_waits_once_and_longer_if_nothing_is_c
     for request in requests:
         world.side.on_new_request(request)
     world.build(dict.fromkeys(computing, 1))
-    assert [world.side.matched_tokens(request, 0) for request in requests] == [None] * 30
+    assert [world.side.get_num_new_matched_tokens(request, 0) for request in requests] == [None] * 30
     assert sum(waited) == pytest.approx(most_s)
     world.build(dict.fromkeys(computing, 1))
-    world.side.matched_tokens(requests[0], 0)
+    world.side.get_num_new_matched_tokens(requests[0], 0)
     assert sum(waited) == pytest.approx(2 * most_s)
 
 
 def test_so_many_lookups_are_asked_at_once() -> None:
-    class Loop(FakeLink):
+    class Loop(FakeConnection):
         def start(self, work: Any, trace: Any = None) -> Any:
             return background.start(work)
 
@@ -58,21 +58,26 @@ def test_so_many_lookups_are_asked_at_once() -> None:
         async def match(self, chain: Prompt, *, held_chunks: int = 0, timeout_s: float | None = None) -> MatchResult:
             self.running += 1
             self.most = max(self.most, self.running)
-            await asyncio.sleep(0)
+            await all_asked.wait()
             self.running -= 1
             return await super().match(chain, held_chunks=held_chunks)
 
-    background = BackgroundLoop("test lookups")
+    async def go_on() -> None:
+        all_asked.set()
+
+    background, all_asked = BackgroundLoop("test lookups"), asyncio.Event()
     try:
         pool = Counting(3)
         world = World(pool, lookup_wait_ms=5000.0)
-        world.side._lookups._link = world.side._link = world.link = Loop(pool)  # type: ignore[assignment]
+        world.side._lookups._connection = world.side._connection = world.connection = Loop(pool)  # type: ignore[assignment]
         requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(100)]
         for request in requests:
             world.side.on_new_request(request)
+        eventually_sync(lambda: pool.running == 32)
+        background.run(go_on)
         eventually_sync(lambda: len(pool.asked) == 100)
-        assert 1 < pool.most <= 32
-        assert [world.side.matched_tokens(request, 0) for request in requests] == [96] * 100
+        assert pool.most == 32
+        assert [world.side.get_num_new_matched_tokens(request, 0) for request in requests] == [96] * 100
     finally:
         background.stop()
 
@@ -93,14 +98,14 @@ def test_a_long_prompt_is_hashed_on_no_loop_and_not_by_the_engine(monkeypatch: p
 
 def test_a_lookup_that_is_never_answered_costs_a_moment_only(caplog: pytest.LogCaptureFixture) -> None:
     world = World(FakePool(3))
-    world.link.held = True
+    world.connection.held = True
     request = a_request(120)
     assert world.match(request) is None
     world.clock.advance(1.0)
-    assert world.side.matched_tokens(request, 0) is None
+    assert world.side.get_num_new_matched_tokens(request, 0) is None
     world.clock.advance(0.5)
-    assert world.side.matched_tokens(request, 0) == 0
-    assert world.side.tally.take()["failed_lookups"] == 1
+    assert world.side.get_num_new_matched_tokens(request, 0) == 0
+    assert world.side.counters.take()["failed_lookups"] == 1
     assert "never answered" in caplog.text
 
 
@@ -112,7 +117,7 @@ def test_a_lookup_that_ends_in_any_error_is_no_match(error: Exception) -> None:
 
     world = World(Broken(3))
     assert world.match(a_request(120)) == 0
-    assert world.side.tally.take()["failed_lookups"] == 1
+    assert world.side.counters.take()["failed_lookups"] == 1
 
 
 def test_failures_of_many_requests_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,9 +136,9 @@ def test_a_load_that_was_never_planned_ends_all_the_same() -> None:
     world = World(FakePool(3))
     world.match(a_request(120))
     world.side.allocated(a_request(120, "unknown"), [BLOCKS[:4]], 64)
-    (order,) = world.build().loads
-    assert (order.first_chunk, order.end_chunk) == (0, 0)
-    assert order.failed_blocks(0, 32, 16) == set(BLOCKS[:4])
+    (job,) = world.build().loads
+    assert (job.first_chunk, job.end_chunk) == (0, 0)
+    assert job.failed_blocks(0, 32, 16) == set(BLOCKS[:4])
 
 
 def test_a_load_that_cannot_be_ordered_ends_all_the_same(
@@ -148,22 +153,22 @@ def test_a_load_that_cannot_be_ordered_ends_all_the_same(
     assert tokens == 96
     monkeypatch.setattr(world.side._loads, "begin", fail)
     world.side.allocated(request, [BLOCKS[:6]], tokens)
-    orders = world.build()
-    assert [(order.request_id, order.failed_blocks(0, 32, 16)) for order in orders.loads] == [("r", set(BLOCKS[:6]))]
+    jobs = world.build()
+    assert [(job.request_id, job.failed_blocks(0, 32, 16)) for job in jobs.loads] == [("r", set(BLOCKS[:6]))]
     assert "planted" in caplog.text
-    world.ended(orders, 0)
-    assert world.side.matched_tokens(request, 0) == 0, "it is not tried again"
+    world.ended(jobs, 0)
+    assert world.side.get_num_new_matched_tokens(request, 0) == 0, "it is not tried again"
 
 
 def test_what_another_connector_loads_is_not_planned_here_any_more() -> None:
     world = World(FakePool(3))
     request = a_request(120)
     assert world.match(request) == 96
-    world.side.not_chosen(request)
-    world.side.not_chosen(a_request(120, "unknown"))
+    world.side.allocated_without_load(request)
+    world.side.allocated_without_load(a_request(120, "unknown"))
     world.side.allocated(request, [BLOCKS[:6]], 96)
-    (order,) = world.build().loads
-    assert not order.hashes
+    (job,) = world.build().loads
+    assert not job.hashes
 
 
 def test_while_a_worker_cannot_reach_its_agent_nothing_is_loaded_or_stored() -> None:
@@ -172,7 +177,7 @@ def test_while_a_worker_cannot_reach_its_agent_nothing_is_loaded_or_stored() -> 
     request = a_request(120)
     assert world.match(request) == 0
     request.num_computed_tokens = 119
-    assert not world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert not world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
     assert world.build().stores == []
     world.clock.advance(1.5)  # an idle engine hears of its recovery with a request only
     assert world.match(a_request(120, "b")) == 96
@@ -191,22 +196,22 @@ def test_one_request_whose_store_cannot_be_ordered_costs_no_others_orders(
     monkeypatch.setattr(_HASHING, fail)
     for name in ("bad", "good"):
         world.side.on_new_request(a_request(64, name))
-    orders = world.build({"bad": 64, "good": 64})
-    assert [order.request_id for order in orders.stores] == ["good"]
+    jobs = world.build({"bad": 64, "good": 64})
+    assert [job.request_id for job in jobs.stores] == ["good"]
     assert "planted" in caplog.text
 
 
 def test_a_request_whose_adapter_is_being_read_computes_and_is_stored_later(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
     world = World(FakePool(3))
-    world.link.held = True
+    world.connection.held = True
     lora = SimpleNamespace(lora_int_id=1, lora_name="l", lora_path=str(tmp_path))
     request = a_request(120, lora_request=lora)
     assert world.match(request) == 0
-    world.link.go()
-    world.link.held = False
+    world.connection.go()
+    world.connection.held = False
     request.num_computed_tokens = 119
-    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
 
 
 def test_after_a_reset_the_pool_is_anothers() -> None:
@@ -216,17 +221,17 @@ def test_after_a_reset_the_pool_is_anothers() -> None:
     for one in (request, begun):
         world.match(one)
     begun.num_computed_tokens = 64
-    world.side.forget()
-    assert world.side.matched_tokens(begun, 0) == 0  # its blocks may be of both kinds of weights
-    world.link.pool.chunk_count = 0
-    world.side.matched_tokens(request, 0)
-    asked = [chain.hashes for chain, _ in world.link.pool.asked]
+    world.side.reset_cache()
+    assert world.side.get_num_new_matched_tokens(begun, 0) == 0  # its blocks may be of both kinds of weights
+    world.connection.pool.chunk_count = 0
+    world.side.get_num_new_matched_tokens(request, 0)
+    asked = [chain.hashes for chain, _ in world.connection.pool.asked]
     assert not set(asked[-1]) & {one for hashes in asked[:-1] for one in hashes}
     request.num_computed_tokens = begun.num_computed_tokens = 119
-    assert world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
-    assert not world.side.finished(begun, [BLOCKS], "FINISHED_STOPPED")
-    (order,) = world.build().stores
-    assert (order.request_id, hashes_of(order)) == ("new", asked[-1])
+    assert world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
+    assert not world.side.request_finished(begun, [BLOCKS], "FINISHED_STOPPED")
+    (job,) = world.build().stores
+    assert (job.request_id, hashes_of(job)) == ("new", asked[-1])
 
 
 def test_nothing_of_a_request_is_kept_when_it_has_gone() -> None:
@@ -235,15 +240,20 @@ def test_nothing_of_a_request_is_kept_when_it_has_gone() -> None:
         request = a_request(120, f"r{number}", first_token=200 * number)
         world.ended(world.load(request), loaded_chunks=3)
         request.num_computed_tokens = 119
-        world.side.finished(request, [BLOCKS], "FINISHED_STOPPED")
+        world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
         world.stored(world.build())
     side: Any = world.side
-    assert (side._states, side._loads._running, side._loads._first_chunks, side._store_plans._open) == ({}, {}, {}, {})
+    assert (side._states, side._loads._running, side._loads._first_chunks, side._store_plans._pending) == (
+        {},
+        {},
+        {},
+        {},
+    )
     assert side._loads._queued_bytes == 0
 
 
 def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
-    class Loop(FakeLink):
+    class Loop(FakeConnection):
         def start(self, work: Any, trace: Any = None) -> Any:
             return background.start(work)
 
@@ -255,12 +265,12 @@ def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
     background = BackgroundLoop("test lookups")
     try:
         world = World(FakePool(3), lookup_wait_ms=5000.0)
-        world.side._lookups._link = world.link = Loop(FakePool(3))  # type: ignore[assignment]
+        world.side._lookups._connection = world.connection = Loop(FakePool(3))  # type: ignore[assignment]
         assert world.match(a_request(120)) == 96
-        world.link.pool = Slow(3)
+        world.connection.pool = Slow(3)
         world.side._lookups._waited_s = 5 * 5.0 - 0.001  # of an engine that computes nothing
         request = a_request(120, "b", first_token=300)
         assert world.match(request) is None
-        world.side.finished(request, [[]], "FINISHED_ABORTED")
+        world.side.request_finished(request, [[]], "FINISHED_ABORTED")
     finally:
         background.stop()

@@ -1,4 +1,4 @@
-"""What a worker's side of the vLLM connector does with its orders, whatever the pool does."""
+"""What a worker's side of the vLLM connector does with its jobs, whatever the pool does."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any
 
 from kvpool.client.engine_items import LoadResult, StoreResult, TierTokens
 from kvpool.client.handle import AsyncHandle
-from kvpool.connectors.vllm.engine_work import EngineWork
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.worker import WorkerSide
-from kvpool.connectors.vllm.worker_stores import WorkerGroup
+from kvpool.connectors.vllm.step_events import StepEvents
+from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreReport
+from kvpool.connectors.vllm.worker import ConnectorWorker
+from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 from kvpool.testing import ManualClock
 from tests.fixtures.patience import PATIENCE_S
-from tests.unit.connectors.vllm_fakes import FakeLink
+from tests.unit.connectors.vllm_fakes import FakeConnection
+from tests.unit.connectors.vllm_jobs import BLOCK, CHUNK, CHUNK_BYTES, a_load, a_store
 
-CHUNK, BLOCK, CHUNK_BYTES = 32, 16, 1000
-HASHES = tuple(bytes([number]) * 16 for number in range(4))
 BLOCKS = tuple(range(100, 108))
 
 
@@ -54,7 +53,7 @@ class Pool:
     async def store(self, chain: Any, blocks: Any, *, still_valid: Any, **values: Any) -> Any:
         self.asked.append({"chain": chain, "blocks": blocks.tolist(), **values})
         self.before_kept()
-        self.kept.append(still_valid())
+        self.kept.append(await still_valid())
         return Ticket(values["end_chunk"] - values["first_chunk"], self.hold_ends)
 
 
@@ -76,61 +75,32 @@ class World:
     """A worker's side over such a pool."""
 
     def __init__(self, pool: Pool | None, *, load_only: bool = False, **settings: Any) -> None:
-        self.clock, self.link = ManualClock(), FakeLink(pool)
-        self.side = WorkerSide(
+        self.clock, self.connection = ManualClock(), FakeConnection(pool)
+        self.side = ConnectorWorker(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
-            self.link,  # type: ignore[arg-type]
-            [WorkerGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, work=EngineWork(None))],
+            self.connection,  # type: ignore[arg-type]
+            [WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(None))],
             load_only=load_only,
             now_s=self.clock.monotonic_s,
         )
 
     def load(self, *, first_token: int = 0, end_token: int = 128, trace: TraceParent | None = None) -> None:
-        order = LoadOrder(
-            request_id="r",
-            hashes=b"".join(HASHES),
-            token_count=130,
-            block_ids=packed_blocks(BLOCKS),
-            first_chunk=first_token // CHUNK,
-            end_chunk=4,
-            first_token=first_token,
-            end_token=end_token,
-            timeout_s=1.0,
-            trace=trace,
-        )
-        self.side.start_loads(StepOrders(step=1, loads=[order]))
+        first_chunk = first_token // CHUNK
+        job = a_load("r", BLOCKS, first_chunk=first_chunk, first_token=first_token, end_token=end_token, trace=trace)
+        self.side.start_loads(StepJobs(step=1, loads=[job]))
 
     def store(self, *, release: bool = False, trace: TraceParent | None = None) -> None:
-        order = StoreOrder(
-            number=1,
-            request_id="r",
-            hashes=b"".join(HASHES),
-            token_count=130,
-            block_ids=packed_blocks(BLOCKS),
-            first_chunk=1,
-            end_chunk=4,
-            trace=trace,
-        )
-        self.side.start_stores(StepOrders(step=1, stores=[order], release=["r"] if release else []))
+        job = a_store(1, "r", BLOCKS, first_chunk=1, trace=trace)
+        self.side.start_stores(StepJobs(step=1, stores=[job], release=["r"] if release else []))
 
 
-def an_unknown_load() -> LoadOrder:
+def an_unknown_load() -> LoadJob:
     """Of which nothing is known but its blocks, all of them."""
-    return LoadOrder(
-        request_id="r",
-        hashes=b"",
-        token_count=0,
-        block_ids=packed_blocks(BLOCKS),
-        first_chunk=0,
-        end_chunk=0,
-        first_token=0,
-        end_token=128,
-        timeout_s=0.0,
-    )
+    return a_load("r", BLOCKS, end_chunk=0, end_token=128, timeout_s=0.0)
 
 
-def end_of(world: World) -> LoadEnd | StoreEnd:
-    (end,) = world.side.take_ends()
+def end_of(world: World) -> LoadReport | StoreReport:
+    (end,) = world.side.take_reports()
     return end
 
 
@@ -139,7 +109,7 @@ def test_a_load_ends_for_the_engine_only_when_the_agent_has_stopped_writing() ->
 
     class Held(AsyncHandle[LoadResult]):
         async def wait_released(self, timeout_s: float | None = None) -> None:
-            told_before.append(set(world.side.take_received()))
+            told_before.append(set(world.side.take_finished_recving()))
 
     class HoldingPool(Pool):
         async def start_load(self, chain: Any, blocks: Any, **values: Any) -> AsyncHandle[LoadResult]:
@@ -148,35 +118,35 @@ def test_a_load_ends_for_the_engine_only_when_the_agent_has_stopped_writing() ->
     world = World(HoldingPool(loaded=2))
     world.load()
     assert told_before == [set()]
-    assert world.side.take_received() == {"r"}
+    assert world.side.take_finished_recving() == {"r"}
 
 
 def test_a_load_that_comes_in_whole() -> None:
     pool = Pool()
     world = World(pool)
     world.load(first_token=48)
-    assert world.side.take_received() == {"r"}
+    assert world.side.take_finished_recving() == {"r"}
     assert world.side.take_failed_blocks() == set()
     assert (pool.asked[0]["first_chunk"], pool.asked[0]["skip_tokens"]) == (1, 16)
     end = end_of(world)
-    assert isinstance(end, LoadEnd)
+    assert isinstance(end, LoadReport)
     assert (end.result.loaded_chunks, end.failed_chunks, end.size_bytes, end.result.tokens.staging) == (3, 0, 3000, 96)
-    assert world.side.take_received() == set()
+    assert world.side.take_finished_recving() == set()
 
 
 def test_blocks_that_did_not_come_are_named_with_the_request() -> None:
     world = World(Pool(loaded=1))
     world.load(end_token=127)
-    assert world.side.take_received() == {"r"}
+    assert world.side.take_finished_recving() == {"r"}
     assert world.side.take_failed_blocks() == set(BLOCKS[2:])
     end = end_of(world)
-    assert isinstance(end, LoadEnd) and end.result.error is not None
+    assert isinstance(end, LoadReport) and end.result.error is not None
 
 
 def test_a_load_without_an_agent_fails_at_once() -> None:
     world = World(None)
     world.load()
-    assert world.side.take_received() == {"r"}
+    assert world.side.take_finished_recving() == {"r"}
     assert world.side.take_failed_blocks() == set(BLOCKS)
 
 
@@ -185,67 +155,67 @@ def test_an_unexpected_error_costs_the_load_only() -> None:
     pool.fails = True
     world = World(pool)
     world.load()
-    assert world.side.take_received() == {"r"}
+    assert world.side.take_finished_recving() == {"r"}
     assert world.side.take_failed_blocks() == set(BLOCKS)
 
 
 def test_a_load_under_way_is_not_received() -> None:
     world = World(Pool())
-    world.link.held = True
+    world.connection.held = True
     world.load()
-    assert world.side.take_received() == set()
-    world.link.go()
-    assert world.side.take_received() == {"r"}
+    assert world.side.take_finished_recving() == set()
+    world.connection.go()
+    assert world.side.take_finished_recving() == {"r"}
 
 
 def test_blocks_are_released_when_their_stores_have_ended() -> None:
     world = World(Pool())
-    world.link.held = True
+    world.connection.held = True
     world.store(release=True)
-    assert world.side.take_released() == set()
-    world.link.go()
-    assert world.side.take_released() == {"r"}
+    assert world.side.take_finished_sending() == set()
+    world.connection.go()
+    assert world.side.take_finished_sending() == {"r"}
     end = end_of(world)
-    assert isinstance(end, StoreEnd)
+    assert isinstance(end, StoreReport)
     assert (end.stored_chunks, end.size_bytes) == (3, 3000)
 
 
 def test_an_engine_that_goes_waits_for_the_stores_that_have_begun() -> None:
     world = World(Pool())
-    world.link.held = True
+    world.connection.held = True
     world.store(release=True)
     waiting = threading.Thread(target=world.side.finish_stores, args=[PATIENCE_S])
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    world.link.go()
+    world.connection.go()
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
     world.side.finish_stores(PATIENCE_S)  # nothing runs any more
     end = end_of(world)
-    assert isinstance(end, StoreEnd)
+    assert isinstance(end, StoreReport)
     assert end.stored_chunks == 3
 
 
 def test_blocks_of_a_running_request_are_never_reported() -> None:
     world = World(Pool())
     world.store()
-    assert world.side.take_released() == set()
-    world.side.start_stores(StepOrders(step=2, release=["r"]))
-    assert world.side.take_released() == {"r"}
+    assert world.side.take_finished_sending() == set()
+    world.side.start_stores(StepJobs(step=2, release=["r"]))
+    assert world.side.take_finished_sending() == {"r"}
 
 
 def test_blocks_are_kept_for_a_bounded_time() -> None:
     pool = Pool()
     world = World(pool, store_hold_max_s=20.0)
-    world.link.held = True
+    world.connection.held = True
     world.store(release=True)
     world.clock.advance(21.0)
-    assert world.side.take_released() == {"r"}
-    world.link.go()
-    assert world.side.take_released() == set()
+    assert world.side.take_finished_sending() == {"r"}
+    world.connection.go()
+    assert world.side.take_finished_sending() == set()
     end = end_of(world)
-    assert isinstance(end, StoreEnd)
+    assert isinstance(end, StoreReport)
     assert (end.skipped_chunks, end.failed_chunks, pool.asked) == (3, 0, [])
 
 
@@ -255,19 +225,19 @@ def test_what_is_read_while_the_hold_ends_is_thrown_away() -> None:
 
     def wait_too_long() -> None:
         world.clock.advance(21.0)
-        released.update(world.side.take_released())
+        released.update(world.side.take_finished_sending())
 
     pool.before_kept, released = wait_too_long, set[str]()
-    world.link.held = True
+    world.connection.held = True
     world.store(release=True)
-    world.link.go()
+    world.connection.go()
     assert (released, pool.kept) == ({"r"}, [False])
 
 
 def test_what_was_read_of_a_preempted_requests_blocks_is_thrown_away() -> None:
     pool = Pool()
     world = World(pool)
-    pool.before_kept = lambda: world.side.before_step(StepOrders(step=2, preempted=["r", "another"]))
+    pool.before_kept = lambda: world.side.handle_preemptions(StepJobs(step=2, preempted=["r", "another"]))
     world.store()
     assert pool.kept == [False]
 
@@ -275,13 +245,13 @@ def test_what_was_read_of_a_preempted_requests_blocks_is_thrown_away() -> None:
 def test_a_request_that_is_preempted_gives_up_what_it_has_queued() -> None:
     pool = Pool()
     world = World(pool)
-    world.link.held = True
+    world.connection.held = True
     world.store()
-    world.side.before_step(StepOrders(step=2, preempted=["r"]))
-    world.link.go()
+    world.side.handle_preemptions(StepJobs(step=2, preempted=["r"]))
+    world.connection.go()
     end = end_of(world)
-    world.side.take_released()
-    assert isinstance(end, StoreEnd)
+    world.side.take_finished_sending()
+    assert isinstance(end, StoreReport)
     assert (end.skipped_chunks, pool.asked) == (3, [])
 
 
@@ -290,15 +260,15 @@ def test_a_rank_with_anothers_heads_stores_nothing() -> None:
     world = World(pool, load_only=True)
     world.store(release=True)
     assert pool.asked == []
-    assert world.side.take_released() == {"r"}
+    assert world.side.take_finished_sending() == {"r"}
 
 
 def test_a_store_without_an_agent_holds_nothing() -> None:
     world = World(None)
     world.store(release=True)
-    assert world.side.take_released() == {"r"}
+    assert world.side.take_finished_sending() == {"r"}
     end = end_of(world)
-    assert isinstance(end, StoreEnd)
+    assert isinstance(end, StoreReport)
     assert end.failed_chunks == 3
 
 
@@ -314,7 +284,7 @@ def test_chunks_that_were_not_stored_are_counted() -> None:
     world = World(PartialPool())
     world.store()
     end = end_of(world)
-    assert isinstance(end, StoreEnd)
+    assert isinstance(end, StoreReport)
     assert (end.stored_chunks, end.failed_chunks) == (2, 1)
     assert "gone" in end.failure
 
@@ -322,12 +292,12 @@ def test_chunks_that_were_not_stored_are_counted() -> None:
 def test_a_scheduler_in_the_same_process_hears_of_whole_loads_itself() -> None:
     world = World(Pool())
     world.load()
-    assert world.side.take_received() == {"r"}, "the scheduler has not asked yet"
-    assert isinstance(end_of(world), LoadEnd)
+    assert world.side.take_finished_recving() == {"r"}, "the scheduler has not asked yet"
+    assert isinstance(end_of(world), LoadReport)
     assert world.side.take_arrived() == ()
     world.load()
-    assert world.side.take_received() == set()
-    assert world.side.take_ends() == ()
+    assert world.side.take_finished_recving() == set()
+    assert world.side.take_reports() == ()
     (end,) = world.side.take_arrived()
     assert (end.request_id, end.result.loaded_chunks, end.failed_chunks) == ("r", 4, 0)
     assert world.side.take_arrived() == ()
@@ -338,7 +308,7 @@ def test_a_load_that_failed_is_heard_of_together_with_its_blocks() -> None:
     world.side.take_arrived()
     world.load()
     assert world.side.take_arrived() == ()
-    assert world.side.take_received() == {"r"}
+    assert world.side.take_finished_recving() == {"r"}
     assert world.side.take_failed_blocks() == set(BLOCKS[6:])
     assert end_of(world).failed_chunks == 1
 
@@ -346,6 +316,6 @@ def test_a_load_that_failed_is_heard_of_together_with_its_blocks() -> None:
 def test_a_load_of_which_nothing_is_known_did_not_come_in_whole() -> None:
     world = World(Pool())
     world.side.take_arrived()
-    world.side.start_loads(StepOrders(step=1, loads=[an_unknown_load()]))
+    world.side.start_loads(StepJobs(step=1, loads=[an_unknown_load()]))
     assert world.side.take_arrived() == ()
-    assert (world.side.take_received(), world.side.take_failed_blocks()) == ({"r"}, set(BLOCKS))
+    assert (world.side.take_finished_recving(), world.side.take_failed_blocks()) == ({"r"}, set(BLOCKS))

@@ -1,4 +1,4 @@
-"""Loads that are cancelled by order, on a worker's side of the vLLM connector."""
+"""Loads that are cancelled on request, on a worker's side of the vLLM connector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.client.engine_items import LoadResult
 from kvpool.client.handle import AsyncHandle
-from kvpool.connectors.vllm.orders import LoadEnd, StepOrders
+from kvpool.connectors.vllm.step_jobs import LoadReport, StepJobs
 from kvpool.core.errors import ServiceUnavailable
 from tests.unit.connectors.test_vllm_worker import Pool, World, end_of
 
@@ -21,35 +21,35 @@ def test_a_cancelled_load_is_stopped_and_still_ends_for_the_engine() -> None:
 
     handles: list[AsyncHandle[LoadResult]] = []
     world = World(StoppedPool(loaded=1))
-    world.link.held = True
+    world.connection.held = True
     world.load()
-    world.side.start_loads(StepOrders(step=2, cancel=["r", "unknown"]))
-    assert world.side.take_received() == set()
-    world.link.go()
+    world.side.start_loads(StepJobs(step=2, cancel=["r", "unknown"]))
+    assert world.side.take_finished_recving() == set()
+    world.connection.go()
     assert handles[0].cancelled
-    assert world.side.take_received() == {"r"}
+    assert world.side.take_finished_recving() == {"r"}
     end = end_of(world)
-    assert isinstance(end, LoadEnd)
+    assert isinstance(end, LoadReport)
     assert (end.cancelled, end.result.loaded_chunks, end.failed_chunks) == (True, 1, 3)
-    world.side.start_loads(StepOrders(step=3, cancel=["r"]))  # it has ended: nothing to stop
-    world.link.go()
-    world.link.held = False
+    world.side.start_loads(StepJobs(step=3, cancel=["r"]))  # it has ended: nothing to stop
+    world.connection.go()
+    world.connection.held = False
     world.load()
     assert not handles[1].cancelled
     end = end_of(world)
-    assert isinstance(end, LoadEnd)
+    assert isinstance(end, LoadReport)
     assert not end.cancelled
 
 
 def test_a_load_cannot_be_cancelled_any_more_when_the_link_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(Pool())
-    world.link.held = True
+    world.connection.held = True
     world.load()
 
     def closed(*_: Any) -> Any:
         raise ServiceUnavailable("closed")
 
-    monkeypatch.setattr(world.link, "start", closed)
-    world.side.start_loads(StepOrders(step=2, cancel=["r"]))
-    world.link.go()
-    assert world.side.take_received() == {"r"}
+    monkeypatch.setattr(world.connection, "start", closed)
+    world.side.start_loads(StepJobs(step=2, cancel=["r"]))
+    world.connection.go()
+    assert world.side.take_finished_recving() == {"r"}

@@ -1,8 +1,8 @@
-"""What a worker's side of the vLLM connector does when a step, its orders or its GPU go wrong."""
+"""What a worker's side of the vLLM connector does when a step, its jobs or its GPU go wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,17 +10,21 @@ import pytest
 
 from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_items import LoadResult
-from kvpool.connectors.vllm.engine_work import EngineWork
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.wiring import idle_worker
-from kvpool.connectors.vllm.worker import WorkerSide
-from kvpool.connectors.vllm.worker_stores import WorkerGroup
+from kvpool.connectors.vllm.step_events import StepEvents
+from kvpool.connectors.vllm.step_jobs import LoadReport, StepJobs, StoreReport
+from kvpool.connectors.vllm.wiring import failing_worker
+from kvpool.connectors.vllm.worker import ConnectorWorker
+from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, ServiceUnavailable
 from kvpool.core.ipc import EngineEvent
 from kvpool.testing import ManualClock
-from tests.unit.connectors.test_vllm_worker import BLOCK, BLOCKS, CHUNK, CHUNK_BYTES, HASHES, Pool, an_unknown_load
-from tests.unit.connectors.vllm_fakes import FakeLink
+from tests.unit.connectors import vllm_jobs
+from tests.unit.connectors.test_vllm_worker import BLOCKS, Pool, an_unknown_load
+from tests.unit.connectors.vllm_fakes import FakeConnection
+from tests.unit.connectors.vllm_jobs import BLOCK, CHUNK, CHUNK_BYTES, a_load
+
+a_store = partial(vllm_jobs.a_store, first_chunk=2)
 
 
 class LayerTicket:
@@ -48,45 +52,19 @@ class LayerPool(Pool):
         return LayerTicket(values["first_chunk"], DeadlineExceeded("planted"))
 
 
-def a_worker(pool: Any, *, events: Any = None, **settings: Any) -> WorkerSide:
-    return WorkerSide(
+def a_worker(pool: Any, *, events: Any = None, **settings: Any) -> ConnectorWorker:
+    return ConnectorWorker(
         VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
-        FakeLink(pool),  # type: ignore[arg-type]
-        [WorkerGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, work=EngineWork(events))],
+        FakeConnection(pool),  # type: ignore[arg-type]
+        [WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(events))],
         load_only=False,
         now_s=ManualClock().monotonic_s,
     )
 
 
-def a_load(request_id: str, blocks: Sequence[int]) -> LoadOrder:
-    return LoadOrder(
-        request_id=request_id,
-        hashes=b"".join(HASHES),
-        token_count=130,
-        block_ids=packed_blocks(blocks),
-        first_chunk=0,
-        end_chunk=4,
-        first_token=0,
-        end_token=128,
-        timeout_s=1.0,
-    )
-
-
-def a_store(number: int, request_id: str, blocks: Sequence[int]) -> StoreOrder:
-    return StoreOrder(
-        number=number,
-        request_id=request_id,
-        hashes=b"".join(HASHES),
-        token_count=130,
-        block_ids=packed_blocks(blocks),
-        first_chunk=2,
-        end_chunk=4,
-    )
-
-
-def stores_of(worker: WorkerSide) -> list[tuple[int, int]]:
+def stores_of(worker: ConnectorWorker) -> list[tuple[int, int]]:
     """Numbers, and chunks that failed."""
-    return [(end.number, end.failed_chunks) for end in worker.take_ends() if isinstance(end, StoreEnd)]
+    return [(end.number, end.failed_chunks) for end in worker.take_reports() if isinstance(end, StoreReport)]
 
 
 @pytest.mark.parametrize("told_first", [False, True])
@@ -94,21 +72,21 @@ def test_what_was_computed_from_layers_that_did_not_come_is_not_stored(told_firs
     pool = LayerPool()
     worker = a_worker(pool, layerwise=True)
     other, apart = (*BLOCKS[:4], 301, 302, 303, 304), range(400, 408)
-    orders = StepOrders(
+    jobs = StepJobs(
         step=1,
         loads=[a_load("r", BLOCKS)],
         # Another request has found the same blocks in the engine's own cache; a third one has nothing to do with them.
         stores=[a_store(1, "r", BLOCKS), a_store(2, "other", other), a_store(3, "apart", apart)],
     )
-    worker.start_loads(orders)
+    worker.start_loads(jobs)
     worker.wait_layers(1)
     if told_first:  # with drafts to compute, vLLM ends a step after it has asked what failed
         assert worker.take_failed_blocks() == set(BLOCKS[2:])
-    worker.start_stores(orders)
+    worker.start_stores(jobs)
     assert worker.take_failed_blocks() == (set() if told_first else set(BLOCKS[2:]))
     assert stores_of(worker) == [(1, 2), (2, 2), (3, 0)]
     assert [asked["blocks"] for asked in pool.asked] == [list(apart)]
-    later = StepOrders(step=2, stores=[a_store(4, "r", BLOCKS)])
+    later = StepJobs(step=2, stores=[a_store(4, "r", BLOCKS)])
     worker.start_loads(later)
     worker.start_stores(later)
     assert (4, 0) in stores_of(worker)
@@ -123,9 +101,9 @@ def test_a_step_that_cannot_begin_its_layerwise_load_computes_its_blocks_again()
 
     pool = LayerPool()
     worker = a_worker(pool, events=Busy(), layerwise=True)
-    orders = StepOrders(step=1, loads=[a_load("r", BLOCKS)], stores=[a_store(1, "r", BLOCKS)])
-    worker.start_loads(orders)
-    worker.start_stores(orders)
+    jobs = StepJobs(step=1, loads=[a_load("r", BLOCKS)], stores=[a_store(1, "r", BLOCKS)])
+    worker.start_loads(jobs)
+    worker.start_stores(jobs)
     assert worker.take_failed_blocks() == set(BLOCKS)
     assert stores_of(worker) == [(1, 2)]
     assert pool.asked == []
@@ -133,11 +111,11 @@ def test_a_step_that_cannot_begin_its_layerwise_load_computes_its_blocks_again()
 
 def test_a_load_that_was_late_says_so() -> None:
     worker = a_worker(LayerPool(), layerwise=True)
-    worker.start_loads(StepOrders(step=1, loads=[a_load("r", BLOCKS)]))
+    worker.start_loads(StepJobs(step=1, loads=[a_load("r", BLOCKS)]))
     worker.take_failed_blocks()
-    (end,) = worker.take_ends()
-    assert isinstance(end, LoadEnd)
-    assert (end.late, end.gone, end.result.loaded_chunks, end.failed_chunks) == (True, False, 1, 3)
+    (end,) = worker.take_reports()
+    assert isinstance(end, LoadReport)
+    assert (end.timed_out, end.missing, end.result.loaded_chunks, end.failed_chunks) == (True, False, 1, 3)
 
 
 def test_only_a_damaged_or_missing_chunk_is_gone() -> None:
@@ -151,9 +129,9 @@ def test_only_a_damaged_or_missing_chunk_is_gone() -> None:
     worker = a_worker(pool)
     told = []
     for pool.error in (PageMissing("planted"), PageCorrupt("planted"), ServiceUnavailable("planted")):
-        worker.start_loads(StepOrders(step=1, loads=[a_load("r", BLOCKS)]))
-        worker.take_received()
-        told += [end.gone for end in worker.take_ends() if isinstance(end, LoadEnd)]
+        worker.start_loads(StepJobs(step=1, loads=[a_load("r", BLOCKS)]))
+        worker.take_finished_recving()
+        told += [end.missing for end in worker.take_reports() if isinstance(end, LoadReport)]
     assert told == [True, True, False]
 
 
@@ -165,27 +143,27 @@ def test_a_gpu_that_cannot_record_costs_each_order_but_loses_none() -> None:
             raise RuntimeError("planted")
 
     worker = a_worker(Pool(), events=Broken())
-    worker.start_loads(StepOrders(step=1, loads=[a_load("a", BLOCKS), a_load("b", range(200, 208))]))
-    assert worker.take_received() == {"a", "b"}
+    worker.start_loads(StepJobs(step=1, loads=[a_load("a", BLOCKS), a_load("b", range(200, 208))]))
+    assert worker.take_finished_recving() == {"a", "b"}
     assert worker.take_failed_blocks() == {*BLOCKS, *range(200, 208)}
-    worker.start_stores(StepOrders(step=1, stores=[a_store(1, "c", BLOCKS)], release=["c"]))
-    assert worker.take_released() == {"c"}
+    worker.start_stores(StepJobs(step=1, stores=[a_store(1, "c", BLOCKS)], release=["c"]))
+    assert worker.take_finished_sending() == {"c"}
     assert stores_of(worker) == [(1, 2)]
 
 
 def test_a_load_of_which_nothing_is_known_ends() -> None:
     worker = a_worker(Pool())
-    worker.start_loads(StepOrders(step=1, loads=[an_unknown_load()]))
-    assert (worker.take_received(), worker.take_failed_blocks()) == ({"r"}, set(BLOCKS))
+    worker.start_loads(StepJobs(step=1, loads=[an_unknown_load()]))
+    assert (worker.take_finished_recving(), worker.take_failed_blocks()) == ({"r"}, set(BLOCKS))
 
 
 def test_a_worker_that_cannot_share_ends_what_it_is_ordered() -> None:
     configured = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK))
-    worker = idle_worker(VllmSettings(agent="unix:/x", chunk_tokens=CHUNK), configured, None)
+    worker = failing_worker(VllmSettings(agent="unix:/x", chunk_tokens=CHUNK), configured, None)
     assert not worker.ready
-    orders = StepOrders(step=1, loads=[a_load("a", BLOCKS)], stores=[a_store(1, "b", BLOCKS)], release=["b"])
-    worker.start_loads(orders)
-    worker.start_stores(orders)
-    assert (worker.take_released(), worker.take_received()) == ({"b"}, {"a"})
+    jobs = StepJobs(step=1, loads=[a_load("a", BLOCKS)], stores=[a_store(1, "b", BLOCKS)], release=["b"])
+    worker.start_loads(jobs)
+    worker.start_stores(jobs)
+    assert (worker.take_finished_sending(), worker.take_finished_recving()) == ({"b"}, {"a"})
     assert worker.take_failed_blocks() == set(BLOCKS)
     assert stores_of(worker) == [(1, 2)]

@@ -101,7 +101,7 @@ class FakePool:
         return self.leases[-1]
 
 
-class FakeLink:
+class FakeConnection:
     """Runs what is started at once, unless `held`: then when `go` is called."""
 
     def __init__(self, pool: Any, *others: Any) -> None:

@@ -7,20 +7,20 @@ from typing import Any
 
 from kvpool.client.engine_items import LoadResult, TierTokens
 from kvpool.connectors.vllm.kv_groups import KvCacheGroup
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, prompt_of
-from kvpool.connectors.vllm.scheduler import SchedulerSide
+from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreJob, StoreReport, prompt_of_job
 from kvpool.core.errors import DeadlineExceeded, PageMissing
 from kvpool.testing import ManualClock
-from tests.unit.connectors.vllm_fakes import FakeLink, FakePool, FakeRequest
+from tests.unit.connectors.vllm_fakes import FakeConnection, FakePool, FakeRequest
+from tests.unit.connectors.vllm_jobs import BLOCK, CHUNK, CHUNK_BYTES
 
-CHUNK, BLOCK, CHUNK_BYTES = 32, 16, 1000
 BLOCKS = list(range(100, 200))
 
 
-def hashes_of(order: LoadOrder | StoreOrder) -> tuple[bytes, ...]:
+def hashes_of(job: LoadJob | StoreJob) -> tuple[bytes, ...]:
     """Of its chunks."""
-    return prompt_of(order, CHUNK).hashes
+    return prompt_of_job(job, CHUNK).hashes
 
 
 class World:
@@ -28,7 +28,7 @@ class World:
 
     def __init__(self, pool: FakePool | None, *others: FakePool, **settings: Any) -> None:
         self.clock = ManualClock()
-        self.link = FakeLink(pool, *others)
+        self.connection = FakeConnection(pool, *others)
         wanted = {
             "agent": "unix:/x",
             "chunk_tokens": CHUNK,
@@ -37,17 +37,17 @@ class World:
             "store": "finish",
             **settings,
         }
-        self.worker_count, self.shares_blocks = wanted.pop("workers", 1), wanted.pop("shares_blocks", True)
-        tells_changes, volatile_tokens = wanted.pop("tells_changes", True), wanted.pop("volatile_tokens", 0)
+        self.worker_count, self.prefix_caching = wanted.pop("workers", 1), wanted.pop("prefix_caching", True)
+        publishes_events, volatile_tokens = wanted.pop("publishes_events", True), wanted.pop("volatile_tokens", 0)
         weights = wanted.pop("weights", None)
         groups = wanted.pop("groups", [KvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES)])
-        self.side = SchedulerSide(
+        self.side = ConnectorScheduler(
             VllmSettings(**wanted),
-            self.link,  # type: ignore[arg-type]
+            self.connection,  # type: ignore[arg-type]
             groups,
             worker_count=self.worker_count,
-            shares_blocks=self.shares_blocks,
-            tells_changes=tells_changes,
+            prefix_caching=self.prefix_caching,
+            publishes_events=publishes_events,
             volatile_tokens=volatile_tokens,
             now_s=self.clock.monotonic_s,
             weights=weights,
@@ -55,20 +55,20 @@ class World:
 
     def match(self, request: FakeRequest, held_tokens: int = 0) -> int | None:
         self.side.on_new_request(request)
-        return self.side.matched_tokens(request, held_tokens)
+        return self.side.get_num_new_matched_tokens(request, held_tokens)
 
-    def load(self, request: FakeRequest, held_tokens: int = 0) -> StepOrders:
+    def load(self, request: FakeRequest, held_tokens: int = 0) -> StepJobs:
         tokens = self.match(request, held_tokens)
         assert tokens
         self.side.allocated(request, [BLOCKS], tokens)
         return self.build()
 
-    def build(self, scheduled: dict[str, int] | None = None, preempted: Sequence[str] = ()) -> StepOrders:
-        return self.side.build(scheduled or {}, preempted, lambda _: [BLOCKS])
+    def build(self, scheduled: dict[str, int] | None = None, preempted: Sequence[str] = ()) -> StepJobs:
+        return self.side.build_jobs(scheduled or {}, preempted, lambda _: [BLOCKS])
 
     def ended(
         self,
-        orders: StepOrders,
+        jobs: StepJobs,
         loaded_chunks: int,
         *,
         late: bool = False,
@@ -79,12 +79,12 @@ class World:
     ) -> None:
         """The loads of a step bring so many chunks."""
         ends = [
-            LoadEnd(
-                request_id=order.request_id,
+            LoadReport(
+                request_id=job.request_id,
                 result=LoadResult(
-                    order.first_chunk,
+                    job.first_chunk,
                     loaded_chunks,
-                    tuple(range(order.first_chunk + loaded_chunks, order.end_chunk)),
+                    tuple(range(job.first_chunk + loaded_chunks, job.end_chunk)),
                     error=DeadlineExceeded("late") if late else PageMissing("gone") if gone else None,
                     tokens=TierTokens((loaded_chunks - remote_chunks) * CHUNK, 0, remote_chunks * CHUNK),
                     copy_s=copy_s,
@@ -93,20 +93,20 @@ class World:
                 size_bytes=loaded_chunks * CHUNK_BYTES,
                 cancelled=cancelled,
             )
-            for order in orders.loads
+            for job in jobs.loads
         ]
-        self.side.on_worker_report(orders.step, ends)
-        self.side.received([order.request_id for order in orders.loads])
+        self.side.on_worker_report(jobs.step, ends)
+        self.side.finished_recving([job.request_id for job in jobs.loads])
 
-    def stored(self, orders: StepOrders, failed_chunks: int = 0) -> None:
+    def stored(self, jobs: StepJobs, failed_chunks: int = 0) -> None:
         """The stores of a step end on all workers."""
-        for order in orders.stores * self.worker_count:
-            end = StoreEnd(
-                number=order.number,
-                stored_chunks=order.end_chunk - order.first_chunk - failed_chunks,
+        for job in jobs.stores * self.worker_count:
+            end = StoreReport(
+                number=job.number,
+                stored_chunks=job.end_chunk - job.first_chunk - failed_chunks,
                 deduplicated_chunks=0,
                 failed_chunks=failed_chunks,
                 duration_s=0.01,
                 size_bytes=1,
             )
-            self.side.on_worker_report(orders.step, [end])
+            self.side.on_worker_report(jobs.step, [end])

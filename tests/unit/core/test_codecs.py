@@ -1,4 +1,4 @@
-"""Codecs against float64: stated errors hold, values are the nearest, and what is not finite is told apart."""
+"""Codecs against float64: stated errors hold, values are the nearest, and what is not finite is distinguished."""
 
 from collections.abc import Callable
 from typing import Any

@@ -24,9 +24,10 @@ def spec_of(
         (KvGroup(80, 8, 128), 4, (2, 4, 8), (2560, 10240), 80),  # Llama 70B
         (KvGroup(32, 32, 128), 2, (4, 8, 16), (4096, 16384), 128),  # multi-head 7B
         (KvGroup(28, 2, 128), 2, (1, 2), (1792, 3584), 7),  # two KV heads
-        (KvGroup.mla(61, 576), 8, (1,), (2016, 2304), 61 * 576 * 512 / 2**20),  # DeepSeek
+        (KvGroup.mla(61, 576), 4, (1,), (4320, 4608), 61 * 576 * 512 / 2**20),  # DeepSeek
         (KvGroup(40, 40, 128), 2, (8, 10), (10240, 12800), 200),  # 13B: at the bound of 64 shards pages grow
         (KvGroup(8, 8, 64), 1, (1, 2, 4, 8), (512, 4096), 4),
+        (KvGroup(12, 8, 64), 2, (1, 2, 4, 8), (384, 3072), 6),  # could be one page, but PP 2 is usual
         (KvGroup(2, 2, 16), 1, (1,), (64, 64), 1 / 16),  # tiny: one page
         (KvGroup(2, 4, 32), 1, (1, 2, 4), (64, 256), 1 / 4),  # tiny: parts of just 64 KiB
         (KvGroup(1, 1, 8), 1, (1,), (8, 8), 1 / 128),
@@ -48,7 +49,7 @@ def test_shapes_of_known_models(
 
 def test_layer_groups_begin_at_the_ceiling_of_equal_parts() -> None:
     grid = ShardGrid.of(spec_of(KvGroup.mla(61, 576)))
-    assert layer_borders(grid) == [0, 8, 16, 23, 31, 39, 46, 54, 61]
+    assert layer_borders(grid) == [0, 16, 31, 46, 61]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_the_ranks_of_a_partition_write_each_head_and_layer_once(spec: KeyspaceS
 
 
 @given(specs(), st.data())
-def test_every_head_and_layer_is_read_once_whoever_wrote(spec: KeyspaceSpec, data: st.DataObject) -> None:
+def test_every_head_and_layer_is_read_once_from_any_writer(spec: KeyspaceSpec, data: st.DataObject) -> None:
     """What the ranks of any partition wrote, the ranks of any other read, each head and layer of theirs once."""
     grid = ShardGrid.of(spec)
     present = 0

@@ -163,7 +163,7 @@ def test_bad_geometry_is_refused_naming_the_field(values: dict[str, Any], words:
     "groups, words",
     [
         ((GROUP, GROUP), "one KV group, got 2"),
-        ((GROUP, replace(GROUP, attention=AttentionKind.STATE_SPACE)), r"groups\[1\] has state space"),
+        ((GROUP, replace(GROUP, attention=AttentionKind.STATE_SPACE)), r"groups\[1\] has state space .* set opaque"),
     ],
 )
 def test_models_that_are_not_supported_are_refused_by_name(groups: tuple[KvGroup, ...], words: str) -> None:

@@ -77,7 +77,7 @@ def test_a_large_load_is_not_judged_by_small_ones() -> None:
 def test_a_queue_on_a_healthy_link_makes_no_request_compute() -> None:
     """What is computed keeps the GPU from all others, and the loads before it end meanwhile."""
     known = cost(10_000, ("here", 4000 * MB, 0.4))
-    known.link_bytes_per_s, known.local_source = 10e9, "here"
+    known.link_bytes_per_s, known.local_sources = 10e9, ("here", "near")
     assert known.chunks_to_load([run(10)], queued_bytes=4000 * MB) == 10
     known.link_bytes_per_s = 100e9  # copies reach a tenth of it
     assert known.chunks_to_load([run(10)], queued_bytes=4000 * MB) == 0

@@ -95,7 +95,7 @@ def test_a_rank_has_all_shards_that_it_writes_or_reads() -> None:
         PlaneTable.of(spec, ShardGrid(4, 4, 1, (1, 2, 4)), layout, [0, 0])
 
 
-def test_a_codec_at_work_is_told_where_its_scales_go() -> None:
+def test_a_codec_at_work_gets_the_place_of_its_scales() -> None:
     spec = KeyspaceSpec("m", "r", (KvGroup(2, 2, 24),), Dtype.BF16, Codec.FP8_E4M3, chunk_tokens=16)
     grid = ShardGrid(2, 2, 1, (2,))
     table = PlaneTable.of(spec, grid, contiguous_layout(spec, range(2), range(2), 8, 4), [1 << 20])

@@ -21,6 +21,7 @@ from kvpool.core.cluster import (
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
 from kvpool_server.node.replica import NOTHING, ReplicaTable
+from kvpool_server.node.stored_groups import GroupFilter
 from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 
 KEYSPACE = b"k" * 16
@@ -129,7 +130,7 @@ def test_what_is_known_ends_where_a_chunk_is_not() -> None:
     assert replica.matched(secrets.token_bytes(160)) == 0
 
 
-def test_chains_that_fork_within_a_group_are_told_apart() -> None:
+def test_chains_that_fork_within_a_group_are_distinguished() -> None:
     replica, hashes = Replica(), chain(16)
     fork = hashes[:80] + secrets.token_bytes(11 * 16)
     replica.hold(hashes, at(A))
@@ -247,7 +248,7 @@ def test_what_misled_is_forgotten() -> None:
     assert replica.matched(hashes) == 16
 
 
-def test_keyspaces_that_nobody_opened_take_nothing() -> None:
+def test_keyspaces_that_were_never_opened_take_nothing() -> None:
     replica, hashes = Replica(), chain()
     replica.hold(hashes, at(A), keyspace=b"o" * 16)
     assert replica.table.used_bytes == 0
@@ -320,3 +321,87 @@ def test_an_answer_from_before_a_resync_is_not_learned() -> None:
     replica.table.learn(asked, ask(hashes), found)
     replica.table.end(asked)
     assert replica.matched(hashes) == 0
+
+
+def listed(replica: Replica, *chains: bytes) -> None:
+    """A listing of what the index has stored: the groups of these chains."""
+    listing = replica.table.begin_listing()
+    assert listing is not None
+    for hashes in chains:
+        listing.filter.add_all(b"".join(hashes[at : at + 16] for at in range(0, len(hashes), 256)))
+    assert replica.table.finish_listing(listing)
+
+
+def test_a_group_that_neither_a_listing_nor_an_event_names_is_absent() -> None:
+    replica, stored, announced, other = Replica(), chain(), chain(), chain()
+    assert not replica.table.is_absent(ask(other), 0.0), "nothing was listed yet"
+    replica.hold(announced[:16], at(A))
+    listed(replica, stored, announced)
+    assert replica.table.is_absent(ask(other), 1.5)
+    assert replica.table.is_absent(ask(stored[:512] + other), 0.0) is False
+    assert replica.table.is_absent(ask(stored[:512] + other, first=32), 0.0)
+    assert not any(replica.table.is_absent(ask(hashes), 0.0) for hashes in (stored, announced))
+    assert not replica.table.is_absent(ask(stored, first=37), 0.0)
+    replica.hold(other[:16], at(A))
+    assert not replica.table.is_absent(ask(other), 0.0)
+
+
+def test_absence_is_not_claimed_without_a_recent_heartbeat() -> None:
+    replica = Replica()
+    listed(replica)
+    assert replica.table.is_absent(ask(chain()), 1.5) and not replica.table.is_absent(ask(chain()), 1.51)
+    replica.feed(HeartbeatEvent(age_ms=1400), 2.0)
+    assert replica.table.is_absent(ask(chain()), 2.1) and not replica.table.is_absent(ask(chain()), 2.11)
+
+
+def test_a_resync_ends_what_is_known_to_be_absent_and_a_listing_that_goes_on() -> None:
+    replica, hashes = Replica(), chain()
+    listed(replica)
+    listing = replica.table.begin_listing()
+    replica.feed(ResyncEvent(cause="lost", nodes=(A, B)))
+    replica.feed(HeartbeatEvent(age_ms=0))
+    assert not replica.table.is_absent(ask(hashes), 0.0)
+    assert listing is not None and not replica.table.finish_listing(listing), "events of what it read may be lost"
+    assert not replica.table.is_absent(ask(hashes), 0.0)
+    listed(replica)
+    assert replica.table.is_absent(ask(hashes), 0.0)
+
+
+def test_what_comes_while_groups_are_listed_is_not_absent() -> None:
+    replica, early, late, own, misled = Replica(), chain(), chain(), chain(), chain()
+    listing = replica.table.begin_listing()
+    replica.hold(early[:16], at(A))
+    assert listing is not None and replica.table.finish_listing(listing)
+    listing = replica.table.begin_listing()
+    replica.hold(late[:16])  # held by nodes that are not alive just now
+    replica.table.note_stored(ask(own))
+    replica.table.forget(ask(misled))
+    for _ in range(2):
+        assert not any(replica.table.is_absent(ask(each), 0.0) for each in (late, own, misled, own[:512], own[256:]))
+        assert listing is not None
+        replica.table.finish_listing(listing)
+    assert replica.table.is_absent(ask(early), 0.0), "it was listed anew, and is gone"
+
+
+def test_nothing_is_absent_from_a_keyspace_that_was_opened_after_the_listing() -> None:
+    replica, hashes, keyspace = Replica(), chain(), b"n" * 16
+    query = ChainQuery(keyspace=keyspace, chunk_hashes=hashes, group_head_hash=hashes[:16])
+    listed(replica)
+    assert not replica.table.is_absent(query, 0.0)
+    listing = replica.table.begin_listing()
+    replica.table.open_keyspace(keyspace, SIXTEEN)
+    assert listing is not None and replica.table.finish_listing(listing)
+    assert not replica.table.is_absent(query, 0.0), "its events were dropped when the listing began"
+    listed(replica)
+    assert replica.table.is_absent(query, 0.0)
+
+
+def test_the_filter_of_groups_takes_few_absent_ones_for_present() -> None:
+    groups = GroupFilter(1 << 14)
+    heads = secrets.token_bytes(16 * 8192)  # 16 bits each
+    groups.add_all(heads)
+    assert all(heads[at : at + 16] in groups for at in range(0, len(heads), 16))
+    assert sum(secrets.token_bytes(16) in groups for _ in range(20_000)) < 200  # 50 are expected
+    one = secrets.token_bytes(16)
+    groups.add(one)
+    assert one in groups

@@ -55,7 +55,7 @@ def test_a_second_engine_on_the_last_agent_has_to_hit_and_to_say_the_same(
     assert "reference" in said.out and complaint in said.err
 
 
-def test_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def replay(self: Engines, name: str, agent: str = "") -> PhaseResult:
         raise EngineFailed("engine cold: no agent", 2)
 

@@ -274,7 +274,9 @@ def test_dashboards_and_alerts_are_all_there() -> None:
     (rule,) = [manifest for manifest in manifests if manifest["kind"] == "PrometheusRule"]
     assert rule["spec"] == yaml.safe_load(ALERTS.read_text())
     assert RESOURCE.read_text() == render(ALERTS.read_text())
-    (dashboards,) = [m for m in build("overlays/prod") if m["metadata"]["name"] == "kvpool-dashboards"]
+    prod = build_with("overlays/prod", "monitoring-operator")  # as k8s/README.md does
+    assert {"PodMonitor", "PrometheusRule"} <= {manifest["kind"] for manifest in prod}
+    (dashboards,) = [m for m in prod if m["metadata"]["name"] == "kvpool-dashboards"]
     assert all(json.loads(text)["uid"] for text in dashboards["data"].values())
     assert len(json.dumps(dashboards)) < 256 << 10  # what an annotation of `kubectl apply` holds
 

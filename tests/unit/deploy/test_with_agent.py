@@ -60,7 +60,7 @@ def test_the_engine_starts_after_its_agent_and_its_end_ends_both(environment: di
     assert wrapper.returncode == 7
 
 
-def test_an_engine_that_cannot_be_started_is_told(environment: dict[str, str]) -> None:
+def test_an_engine_that_cannot_be_started_is_reported(environment: dict[str, str]) -> None:
     with start(environment, "/nonexistent") as wrapper:
         wrapper.communicate(timeout=PATIENCE_S)
     assert wrapper.returncode == 127

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.connectors.vllm.agent_choice import AgentChoice, WorkerPlace
+from kvpool.connectors.vllm.agent_selector import AgentSelector, WorkerPlacement
 from kvpool.core.errors import ServiceUnavailable
 from kvpool_gpuagent.identity import announce
 
@@ -16,11 +16,11 @@ def test_an_agent_is_found_by_its_gpu_until_it_withdraws(tmp_path: Path) -> None
     socket = tmp_path / "agent-0.sock"
     socket.touch()
     withdraw = announce(socket, device="cuda", device_uuid="GPU-a", host_id="host-0")
-    agents = AgentChoice(f"auto:{tmp_path}")
-    assert agents.choose(WorkerPlace(on_gpu=True, gpu="GPU-a")) == f"unix:{socket}"
+    agents = AgentSelector(f"auto:{tmp_path}")
+    assert agents.select(WorkerPlacement(on_gpu=True, gpu="GPU-a")) == f"unix:{socket}"
     withdraw()
     with pytest.raises(ServiceUnavailable, match="GPU-a"):
-        agents.choose(WorkerPlace(on_gpu=True, gpu="GPU-a"))
+        agents.select(WorkerPlacement(on_gpu=True, gpu="GPU-a"))
     withdraw()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent-0.sock"]
 

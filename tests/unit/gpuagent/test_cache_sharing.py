@@ -19,7 +19,7 @@ from tests.fixtures.patience import PATIENCE_S
 
 async def checks() -> AsyncIterator[gpuagent_pb2.LendCacheRequest]:
     for number in range(1, 1000):
-        yield gpuagent_pb2.LendCacheRequest(check=number)
+        yield gpuagent_pb2.LendCacheRequest(check=gpuagent_pb2.CheckCache(number=number))
     await asyncio.Event().wait()
 
 
@@ -36,7 +36,7 @@ async def test_a_borrower_that_reads_nothing_is_not_waited_for(monkeypatch: pyte
         written.append(response)
 
     use = CacheUse(cast(EngineCache, None), CancelToken())
-    answering = asyncio.ensure_future(servicer._answer(checks(), write, use))
+    answering = asyncio.ensure_future(servicer._answer(checks(), write, use, lambda blocks: blocks))
     await is_stuck.wait()
     use.stop.cancel()
     with pytest.raises(Stopped):
@@ -56,4 +56,4 @@ async def test_the_end_is_said_to_who_does_not_read_for_so_long_and_no_longer(mo
     use = CacheUse(cast(EngineCache, None), CancelToken())
     use.stop.cancel()
     with pytest.raises(Stopped, match="kept its cache"):
-        await asyncio.wait_for(servicer._answer(silent(), write, use), PATIENCE_S)
+        await asyncio.wait_for(servicer._answer(silent(), write, use, lambda blocks: blocks), PATIENCE_S)

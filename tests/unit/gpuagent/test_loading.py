@@ -28,7 +28,7 @@ async def test_a_load_brings_every_chunk_chunk_by_chunk() -> None:
     bench.offer(range(5))
     outcome = await bench.load(range(5))
     assert (outcome.loaded_chunks, list(outcome.failed_chunks), outcome.error) == (5, [], None)
-    assert outcome.tokens == {LoadSource.STAGING: 5 * 32, LoadSource.DISK: 0, LoadSource.REMOTE: 0}
+    assert outcome.tokens == {LoadSource.STAGING: 5 * 32, LoadSource.DISK: 0, LoadSource.REMOTE: 0, LoadSource.GPU: 0}
     assert all(bench.loaded(number) for number in range(5))
     assert bench.progress == [(2, []), (4, [])]
     assert asked_chunks(bench) == sorted(asked_chunks(bench))
@@ -343,7 +343,7 @@ async def test_tokens_count_for_the_slowest_source_of_a_chunk_and_not_for_skippe
     bench.cluster.sources[key(2, 0)] = LoadSource.DISK
     bench.cluster.sources[key(2, 3)] = LoadSource.REMOTE
     outcome = await bench.load(range(3), skip_tokens=12)
-    assert outcome.tokens == {LoadSource.STAGING: 20, LoadSource.DISK: 32, LoadSource.REMOTE: 32}
+    assert outcome.tokens == {LoadSource.STAGING: 20, LoadSource.DISK: 32, LoadSource.REMOTE: 32, LoadSource.GPU: 0}
 
 
 async def test_each_chunk_is_asked_of_its_own_sources() -> None:

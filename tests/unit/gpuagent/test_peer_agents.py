@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpool.client.config import ClientConfig
 from kvpool.core.errors import InvalidRequest, ServiceUnavailable
+from kvpool.testing import eventually
+from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool_gpuagent.adapters.grpc_clients import GrpcPeerAgents
+from kvpool_gpuagent.identity import announce, gpu_agents_beside
+from tests.fixtures.patience import PATIENCE_S
+from tests.unit.client.servers import serve
 
 
 def _link(here: Path, listening: Path) -> str:
@@ -55,3 +63,99 @@ async def test_sockets_of_another_user_are_refused(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(InvalidRequest, match="uid 12345"):
             await GrpcPeerAgents(ClientConfig()).lease(f"unix:{tmp_path}/socket", b"s" * 16, b"k" * 16, 1.0)
+
+
+async def test_an_agent_that_does_not_answer_is_not_asked_for_a_while(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("silent", "none")]
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(paths[0])
+        silent.listen()
+        agents = GrpcPeerAgents(ClientConfig(), lambda: paths)
+        clock = asyncio.get_running_loop().time
+        asked_at_s = clock()
+        assert await agents.find(b"k" * 16, b"h" * 16, b"", 0.02) == []
+        (neighbour,) = agents._neighbours.values()
+        assert neighbour.silent_until_s > asked_at_s
+        neighbour.silent_until_s += 60.0
+        asked_at_s = clock()
+        for _ in range(100):
+            assert await agents.find(b"k" * 16, b"h" * 16, b"", 10.0) == []
+        assert clock() - asked_at_s < 10.0
+        paths.clear()
+
+        async def is_gone() -> bool:
+            agents._looked_at_s -= 60.0  # a look that runs may have begun before it went
+            await agents.find(b"k" * 16, b"h" * 16, b"", 0.02)
+            return not agents._neighbours
+
+        await eventually(is_gone)
+        await agents.close()
+
+
+class _SlowAgent(gpuagent_pb2_grpc.GpuAgentServiceServicer):
+    """Names one chunk once `may_answer`."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def FindCachedChunks(self, request: Any, context: Any) -> gpuagent_pb2.FindCachedChunksResponse:
+        self.asked.set()
+        await self.may_answer.wait()
+        zero = bytes(8)
+        held = gpuagent_pb2.CachedChunks(session_id=b"s" * 16, positions=zero, block_ids=zero, generations=zero)
+        return gpuagent_pb2.FindCachedChunksResponse(caches=[held])
+
+
+async def test_an_agent_that_is_asked_when_it_goes_may_still_answer(tmp_path: Path) -> None:
+    agent, paths = _SlowAgent(), [str(tmp_path / "socket")]  # type: ignore[abstract]
+    add = gpuagent_pb2_grpc.add_GpuAgentServiceServicer_to_server
+    async with serve(add, agent, f"unix:{paths[0]}"):
+        agents = GrpcPeerAgents(ClientConfig(), lambda: paths)
+        finding = asyncio.ensure_future(agents.find(b"k" * 16, b"h" * 16, b"", PATIENCE_S))
+        await agent.asked.wait()
+        paths.clear()
+        await agents._look()
+        assert not agents._neighbours and not finding.done()
+        agent.may_answer.set()
+        (held,) = await finding
+        assert held.source.session_id == b"s" * 16
+        await eventually(lambda: not agents._leaving)
+        await agents.close()
+
+
+async def test_calls_at_once_all_wait_for_the_first_look_at_who_is_there(tmp_path: Path) -> None:
+    looks: list[int] = []
+
+    def beside() -> list[str]:
+        looks.append(1)
+        return [str(tmp_path / "silent")]
+
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent"))
+        silent.listen()
+        agents = GrpcPeerAgents(ClientConfig(), beside)
+        asked: list[int] = []
+
+        async def one() -> None:
+            await agents.find(b"k" * 16, b"h" * 16, b"", 0.02)
+            asked.append(len(agents._neighbours))
+
+        await asyncio.gather(one(), one(), one())
+        assert (asked, looks) == ([1, 1, 1], [1])
+        await agents.close()
+
+
+def test_agents_with_a_gpu_are_found_in_the_directory_of_sockets(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "real")
+    withdraws = {
+        name: announce(tmp_path / "real" / f"{name}.sock", device=device, device_uuid="", host_id="")
+        for name, device in (("own", "cuda"), ("other", "cuda"), ("cpu", "cpu"))
+    }
+    (tmp_path / "real" / "broken.sock.json").write_text("{")
+    elsewhere = json.loads((tmp_path / "real" / "other.sock.json").read_text()) | {"boot_id": "another machine"}
+    (tmp_path / "real" / "far.sock.json").write_text(json.dumps(elsewhere))
+    for directory in ("real", "linked"):
+        assert gpu_agents_beside(tmp_path / directory / "own.sock") == {str(tmp_path / "real" / "other.sock")}
+    withdraws["other"]()
+    assert not gpu_agents_beside(tmp_path / "real" / "own.sock")

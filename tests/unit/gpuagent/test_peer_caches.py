@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvpool.core.cancel import CancelToken
-from kvpool.core.errors import KeyspaceMismatch
+from kvpool.core.errors import DeadlineExceeded, KeyspaceMismatch
 from kvpool.testing import eventually
-from kvpool_gpuagent.core.pulls import SourceName
+from kvpool_gpuagent.core.cached_chunks import FoundChunks, HeldChunks, Share, SourceName
 from kvpool_gpuagent.core.requests import Rank
 from kvpool_gpuagent.engine import peers
-from kvpool_gpuagent.engine.peers import PeerCacheTable
+from kvpool_gpuagent.engine.peers import PeerCacheTable, PeerPulls
+from kvpool_gpuagent.engine.session import CacheUse
+from kvpool_gpuagent.metrics import AgentMetrics
+from kvpool_gpuagent.ports import BlockIds
+from tests.fixtures.patience import PATIENCE_S
 
 RIGHT, WRONG = b"k" * 16, b"w" * 16
 
@@ -26,8 +34,8 @@ class Loan:
         self.layout = SimpleNamespace(validate=lambda spec: None)
         self.handles: tuple[Any, ...] = ()
 
-    async def check(self, timeout_s: float) -> None:
-        return None
+    async def check(self, block_ids: BlockIds, timeout_s: float) -> BlockIds:
+        return block_ids
 
     async def close(self) -> None:
         return None
@@ -46,6 +54,12 @@ class Agents:
         if keyspace != RIGHT:
             raise KeyspaceMismatch("the session has another keyspace than the borrower's")
         return Loan()
+
+    async def find(self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes, timeout_s: float) -> list[HeldChunks]:
+        return []
+
+    async def close(self) -> None:
+        return None
 
 
 @dataclass
@@ -114,3 +128,30 @@ async def test_a_loan_that_has_just_ended_is_not_handed_out_again() -> None:
         pass
     assert await table.get(source(1), rank(RIGHT)) is second
     await table.close()
+
+
+class Shared:
+    """A session that shares its cache."""
+
+    def __init__(self) -> None:
+        self.rank = SimpleNamespace(keyspace=RIGHT, spec=None)
+
+    @contextmanager
+    def share(self) -> Iterator[CacheUse]:
+        yield CacheUse(cast(Any, None), CancelToken())
+
+
+async def test_a_load_does_not_wait_longer_for_another_agent_than_it_has_time() -> None:
+    clock, agents = asyncio.get_running_loop().time, Agents()
+    pulls = PeerPulls(cast(Any, None), cast(Any, Device()), agents, AgentMetrics(CollectorRegistry()))
+    zero = np.zeros(1, dtype=np.int64)
+    found = FoundChunks(zero, zero.reshape(1, 1), zero.reshape(1, 1))
+    held = HeldChunks(source=source(1), layers=range(1), heads=range(1), scales=False, found=found)
+    span = cast(Any, SimpleNamespace(skip_tokens=0, block_ids=zero.reshape(1, 1), chunk_count=1))
+    pulling = pulls.pull(cast(Any, Shared()), span, [Share(held, zero)], CancelToken(), clock() + 0.02)
+    with pytest.raises(DeadlineExceeded):
+        async with asyncio.timeout(PATIENCE_S):
+            await pulling
+    assert agents.asked == 1
+    agents.may_answer.set()
+    await pulls.close()

@@ -106,7 +106,8 @@ class ScriptedIndex:
         await self.answers.wait()
         return self.nodes
 
-    async def match(self, query: Any) -> ChainMatch:
+    async def match(self, query: Any, *, timeout_s: float) -> ChainMatch:
+        self.match_timeout_s = timeout_s
         return ChainMatch(matched_chunks=self.present_chunks)
 
     async def report_stale(self, locations: Sequence[StaleLocation]) -> list[bool]:
@@ -341,8 +342,9 @@ async def test_more_than_the_memory_for_pages_is_refused(bench: Bench) -> None:
 
 
 async def test_stores_wait_for_memory_only_for_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_pool, "RESERVE_WAIT_S", 0.01)
     answer = await bench.pool.reserve(span(range(4)), HEAD)
+    assert bench.index.match_timeout_s == stream_pool.RESERVE_WAIT_S, "not that of a match that an engine waits for"
+    monkeypatch.setattr(stream_pool, "RESERVE_WAIT_S", 0.01)
     with pytest.raises(KvPoolError, match="busy"):
         await bench.pool.reserve(span([9]), HEAD)
     await bench.pool.abort(answer.slots)

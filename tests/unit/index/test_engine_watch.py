@@ -1,21 +1,41 @@
-"""Watchers that lose events together do not all begin afresh together."""
+"""What watchers get: fresh starts that are spread, bounded entries, and all nodes that are not known to be gone."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from prometheus_client import CollectorRegistry
 
-from kvpool.core.cluster import IndexEvent, ResyncEvent
-from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET
+from kvpool.core.cluster import ChunkEvent, IndexEvent, LocationChange, NodeInfo, NodeKind, ResyncEvent
+from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup
+from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
+from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.events import ENTRY_BYTES, ENTRY_CHUNKS, ChunkState, pack_entries, unpack_chunks
+from kvpool_index.core.nodes import NodeRecord
 from kvpool_index.engine.index import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from tests.fixtures.virtual_time import run_virtually
 
 WATCHERS = 20
+SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 2, 64),), dtype=Dtype.FP32, chunk_tokens=32)
+NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, endpoint="h:1")
+
+
+def engine_of(
+    store: MemoryIndexStore, clock: ManualClock, uniform: Callable[[float, float], float] = random.uniform
+) -> IndexEngine:
+    return IndexEngine(
+        store=store,
+        config=IndexConfig(lease_ttl_ms=5000),
+        clock=clock,
+        metrics=IndexMetrics(CollectorRegistry()),
+        secret_of=lambda tenant: PUBLISHED_TENANT_SECRET,
+        version="test",
+        uniform=uniform,
+    )
 
 
 def test_a_gap_of_the_log_reaches_watchers_one_after_the_other() -> None:
@@ -28,15 +48,7 @@ def test_a_gap_of_the_log_reaches_watchers_one_after_the_other() -> None:
 
     async def play() -> list[float]:
         store = MemoryIndexStore(ManualClock())
-        engine = IndexEngine(
-            store=store,
-            config=IndexConfig(),
-            clock=ManualClock(),
-            metrics=IndexMetrics(CollectorRegistry()),
-            secret_of=lambda tenant: PUBLISHED_TENANT_SECRET,
-            version="test",
-            uniform=uniform,
-        )
+        engine = engine_of(store, ManualClock(), uniform=uniform)
         watches = [engine.watch("t", "", b"", for_replica=True) for _ in range(WATCHERS)]
         for watch in watches:
             await resync(watch)
@@ -64,6 +76,61 @@ async def resync(watch: AsyncGenerator[IndexEvent, None]) -> None:
     async for event in watch:
         if isinstance(event.event, ResyncEvent):
             return
+
+
+class SlowDirectory(MemoryNodeDirectory):
+    """A question about all nodes takes four seconds to arrive, of which a replica must think that leases had them."""
+
+    clock: ManualClock
+
+    async def snapshot(self) -> list[NodeRecord]:
+        self.clock.advance(4.0)
+        return await super().snapshot()
+
+
+def slow_store(clock: ManualClock) -> MemoryIndexStore:
+    store = MemoryIndexStore(clock)
+    store.nodes = store.locations._nodes = directory = SlowDirectory(clock, store.events)
+    directory.clock = clock
+    return store
+
+
+async def test_an_event_names_a_node_whose_lease_only_seems_over_because_the_store_answered_late() -> None:
+    clock = ManualClock()
+    store = slow_store(clock)
+    engine = engine_of(store, clock)
+    keyspace = (await engine.open_keyspace("t", "k", SPEC)).keyspace.keyspace_id
+    lease = await engine.register_node(NODE, 0)
+    before = ",".join(await store.events.tails())
+    assert await engine.list_nodes(None) == [], "for a match its lease is over"
+    announced = await engine.open_announce(NODE.node_id, lease.incarnation, lease.announce_epoch)
+    change = LocationChange(
+        keyspace=keyspace,
+        chunk_hash=b"c" * 16,
+        group_head_hash=b"c" * 16,
+        tier=Tier.DISK,
+        added_shards=1,
+        removed_shards=0,
+    )
+    await announced.apply(1, [change])
+    watch = engine.watch("t", before, b"")
+    event = (await anext(watch)).event
+    assert isinstance(event, ChunkEvent), event
+    assert [(one.node_id, one.tier, one.shards) for one in event.locations] == [(NODE.node_id, Tier.DISK, 1)]
+    await watch.aclose()
+    await engine.close()
+
+
+async def test_resync_names_a_node_whose_lease_only_seems_over_because_the_store_answered_late() -> None:
+    clock = ManualClock()
+    engine = engine_of(slow_store(clock), clock)
+    await engine.register_node(NODE, 0)
+    watch = engine.watch("t", "", b"", for_replica=True)
+    event = (await anext(watch)).event
+    assert isinstance(event, ResyncEvent), event
+    assert [node.node_id for node in event.nodes] == [NODE.node_id]
+    await watch.aclose()
+    await engine.close()
 
 
 def test_entries_of_the_log_are_bounded_in_chunks_and_bytes() -> None:

@@ -92,7 +92,7 @@ def test_who_departed() -> None:
 def test_a_refresh_takes_bounded_steps_and_keeps_renewals_that_come_meanwhile() -> None:
     table = NodeTable()
     records = [
-        replace(record(1), info=replace(record(1).info, node_id=n.to_bytes(16, "big")), ordinal=n) for n in range(9000)
+        record(1)._replace(info=replace(record(1).info, node_id=n.to_bytes(16, "big")), ordinal=n) for n in range(9000)
     ]
     replace_all(table, records[:2], 0.0)
     steps = table.replacing(records, asked_at_s=0.0)

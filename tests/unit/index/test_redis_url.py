@@ -114,7 +114,7 @@ def test_an_encrypted_key_is_refused_without_a_prompt_for_a_passphrase(authority
         RedisTls(options(files))
 
 
-def test_what_cannot_be_used_is_told_once_and_left(
+def test_what_cannot_be_used_is_reported_once_and_left(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = authority.issue(tmp_path / "own")

@@ -87,7 +87,7 @@ async def test_what_ends_a_reply_that_came_in_parts_is_no_reply() -> None:
 @pytest.mark.parametrize("reply", [b"+a\r\n", b"*2\r\n$1\r\nx\r\n$-1\r\n", b"*0\r\n", b"$4\r\n+a\r\n\r\n"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("cut", range(0, 9, 2))
-async def test_equal_replies_are_told_apart_from_parts_of_them(reply: bytes, count: int, cut: int) -> None:
+async def test_equal_replies_are_distinguished_from_parts_of_them(reply: bytes, count: int, cut: int) -> None:
     connection = Connection()
     connection.connection_made(Unread())
     answers = [connection.send(PING * count, count, NEVER_S), connection.send(PING * 2, 2, NEVER_S)]
@@ -135,7 +135,7 @@ async def test_what_was_about_to_be_sent_on_a_connection_that_ends_fails_with_th
                 await answer
 
 
-async def test_who_waits_too_long_is_told_so_and_the_connection_ends() -> None:
+async def test_a_client_that_waits_too_long_gets_an_error_and_the_connection_ends() -> None:
     async with connected() as (_, connection):
         slow = connection.send(PING, 1, NEVER_S)
         quick = connection.send(PING, 1, 1e-4)

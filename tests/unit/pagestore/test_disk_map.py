@@ -109,7 +109,7 @@ def test_a_chunk_is_forgotten_as_a_whole() -> None:
     disk.add(page_key(1, keyspace=other), metadata(1))
     disk.add(page_key(1, 1), metadata(1))
     (name,) = [name for name in disk.names() if name.startswith(KEYSPACE)]
-    assert disk.remove_chunks([name]) == [page_key(1), page_key(1, 1)]
+    assert disk.remove_chunks([name]) == [(name, 0b11)]
     assert disk.remove_chunks([name]) == []
     assert page_key(1, keyspace=other) in disk and disk.page_count == 1
 
@@ -169,6 +169,19 @@ def test_what_a_scan_finds_counts_as_what_was_added(pages: list[tuple[PageKey, i
         added.add(key, asked)
     assert list(scanned.chunks()) == list(added.chunks()) and list(scanned.places()) == list(added.places())
     assert (scanned.page_count, scanned.size_bytes) == (added.page_count, added.size_bytes)
+
+
+def test_many_chunks_are_found_as_each_is() -> None:
+    """Also among chunks that only others follow: those have a row, and nothing is kept beside it."""
+    disk, pages = new_map(), [(page_key(number), metadata(number)) for number in range(1, 300, 2)]
+    restore(disk, pages)
+    disk.remove([page_key(41)])
+    hashes = [page_key(number).chunk_hash for number in range(310)]
+    each = [(one, *at) for one in hashes if (at := disk.location(KEYSPACE, one)) is not None]
+    assert disk.locations(KEYSPACE, hashes) == each and len(each) == 149
+    assert disk.locations(b"o" * 16, hashes) == [] == new_map().locations(KEYSPACE, hashes)
+    removed = disk.remove_chunks([KEYSPACE + one for one in hashes])
+    assert removed == [(KEYSPACE + one, shards) for one, shards, _ in each] and disk.page_count == 0
 
 
 def restore(disk: DiskMap, pages: list[tuple[PageKey, PageMetadata]], step: int = 3) -> None:
@@ -274,7 +287,7 @@ def test_numbers_of_any_size_are_kept_as_they_are(is_restart: bool) -> None:
 
 @pytest.mark.slow
 def test_a_chunk_costs_few_bytes_however_many_were_evicted_before_it() -> None:
-    rng, count, length = random.Random(1), 4096, 32
+    rng, count, length = random.Random(1), 1024, 32
     disk = DiskMap(lambda key: 1, PageEvents(), lambda: 0)
 
     def add_chains(chunk_count: int) -> None:

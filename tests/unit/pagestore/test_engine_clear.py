@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -111,10 +111,10 @@ async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPat
                 dropped[turn] += 1
                 return true_drop(self, key)
 
-            def remove(self: DiskMap, names: Iterable[bytes]) -> list[PageKey]:
-                keys = true_remove(self, names)
-                removed[turn] += len(keys)
-                return keys
+            def remove(self: DiskMap, names: Sequence[bytes]) -> list[tuple[bytes, int]]:
+                chunks = true_remove(self, names)
+                removed[turn] += sum(shards.bit_count() for _, shards in chunks)
+                return chunks
 
             async def turns() -> None:
                 nonlocal turn

@@ -1,4 +1,4 @@
-"""Changes on disk land in the order that they were asked for, and what was refused for want of room is done later."""
+"""Changes on disk land in the order that they were asked for, and what was refused for lack of room is done later."""
 
 from __future__ import annotations
 

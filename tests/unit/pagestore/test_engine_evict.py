@@ -219,7 +219,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
             EvictTarget(keyspace=KEYSPACE, **wrong)
 
 
-async def test_a_listing_tells_tiers_and_metadata_of_the_tenants_own_chunks() -> None:
+async def test_a_listing_has_tiers_and_metadata_of_the_tenants_own_chunks() -> None:
     with new_world() as world:
         async with running_engine(world) as running:
             peer = await open_session(running)

@@ -1,4 +1,4 @@
-"""Incarnations that a pagestore adopts: its own for want of the index's word, and what the index grants later."""
+"""Incarnations that a pagestore adopts: its own while the index has not answered, and what the index grants later."""
 
 from __future__ import annotations
 

@@ -119,9 +119,9 @@ async def test_a_node_that_says_that_good_pages_are_corrupt_has_none_dropped() -
             assert (await acquire_one(running, peer, wanted(number), wait_s=0)).grant is not None
 
 
-@pytest.mark.slow
 async def test_a_push_to_a_node_that_answers_nothing_is_given_up() -> None:
-    async with cluster_of(2, replication_factor=2, pull_stall_ms=10) as cluster:
+    # A durable push is given up after half of push_timeout_ms.
+    async with cluster_of(2, replication_factor=2, pull_stall_ms=10, push_timeout_ms=500) as cluster:
         cluster.members[1].hung = True
         await fill(cluster)
         running = cluster.members[0].run

@@ -7,7 +7,7 @@ import pytest
 from kvpool.core.errors import Draining, KvPoolError, QuotaExceeded
 from kvpool.core.outcome import Tier
 from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest, AdmissionRule, AdmissionRules
-from kvpool_pagestore.core.events import BytesHeld, PageEvents, PagesEvicted, Subscription
+from kvpool_pagestore.core.events import BytesHeld, PageEvents, PagesEvicted, PagesLeft, StagingChanged, Subscription
 from kvpool_pagestore.core.slots import PageRecord
 from tests.fixtures.pagestore import KEYSPACE, metadata, page_key
 
@@ -55,3 +55,26 @@ def test_the_first_rule_that_refuses_ends_the_asking() -> None:
     assert rules.refusal(REQUEST) is None
     rules.set_rules((rule("a", None), rule("b", Draining("b")), rule("c", QuotaExceeded("c"))))
     assert isinstance(rules.refusal(REQUEST), Draining) and asked == ["a", "b"]
+
+
+def test_a_handler_that_fails_keeps_no_merged_event_from_others() -> None:
+    events, seen = PageEvents(), list[object]()
+
+    def fail(changed: StagingChanged) -> None:
+        raise RuntimeError("planted")
+
+    events.subscribe(
+        [
+            Subscription(StagingChanged, fail),
+            Subscription(PagesLeft, lambda left: seen.extend(left.keys)),
+            Subscription(PagesEvicted, lambda evicted: seen.append(evicted.page_count)),
+        ]
+    )
+    record = PageRecord(page_key(1), 4096, metadata(1))
+    with pytest.raises(RuntimeError, match="planted"), events.merged():
+        events.publish(PagesLeft((page_key(1),)))
+        events.publish(PagesEvicted(Tier.STAGING, 1))
+        events.publish(StagingChanged((record,), False))
+    assert seen == [page_key(1), 1]
+    events.publish(PagesLeft((page_key(2),)))
+    assert seen == [page_key(1), 1, page_key(2)]

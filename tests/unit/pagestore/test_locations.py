@@ -12,7 +12,7 @@ from kvpool.core.outcome import Tier
 from kvpool_pagestore.core import disk_map as disk_map_module
 from kvpool_pagestore.core.admission import AdmissionRules
 from kvpool_pagestore.core.disk_map import DiskMap
-from kvpool_pagestore.core.events import DiskChanged, PageEvents, StagingChanged
+from kvpool_pagestore.core.events import DiskChanged, PageEvents, StagingChanged, Subscription
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.page_table import ArenaLimits, PageTable
 from kvpool_pagestore.core.sessions import Session
@@ -51,6 +51,21 @@ def test_pages_that_became_durable_together_are_one_change_of_their_chunk() -> N
     assert (second.chunk_hash, second.added_shards) == (page_key(18).chunk_hash, 0b1)
 
 
+def test_pages_that_appear_together_are_one_change_of_their_chunk_before_any_leaves() -> None:
+    table, index = table_with(0b111), RecordingIndex()
+    table._events.subscribe([Subscription(StagingChanged, Announcer(index).staging)])
+    slots = table.chunk_slots(KEYSPACE, page_key(17).chunk_hash)
+    for slot in slots:
+        slot.is_announced = False
+    with table._events.merged():
+        for slot in slots[:2]:
+            table.reannounce(slot)
+        assert not index.changes
+        table.drop(slots[0].page.key)
+        table.reannounce(slots[2])
+    assert [(one.added_shards, one.removed_shards) for one in index.changes] == [(0b11, 0), (0, 0b1), (0b100, 0)]
+
+
 def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -> None:
     """The grid of the fixtures' keyspace has one shard of both heads and one of each."""
     book = KeyspaceBook()
@@ -58,7 +73,8 @@ def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -
     chunk = page_key(17).chunk_hash
     for staged in (0b001, 0b010, 0b111):
         truth = Inventory(table_with(staged), book)
-        (held,) = truth.locate(KEYSPACE, chunk)
+        ((name, held),) = truth.locate(KEYSPACE, [chunk, page_key(18).chunk_hash])
+        assert name == chunk
         assert (held.shards, held.full_shards) == ((0, staged, 0), 0b001)
         ((change,),) = truth.of_keyspace(KEYSPACE)
         assert (change.added_shards, change.removed_shards) == (staged, 0b111 & ~staged)
@@ -93,7 +109,7 @@ def test_applying_all_changes_yields_what_is_held(steps: list[tuple[int, bool, b
         if on_disk:
             announcer.disk(DiskChanged([(key, metadata(1).group_head_hash)], present))
         else:
-            announcer.staging(StagingChanged(PageRecord(key, 4096, metadata(1)), present))
+            announcer.staging(StagingChanged([PageRecord(key, 4096, metadata(1))], present))
         truth[tier] = truth[tier] | 1 << shard if present else truth[tier] & ~(1 << shard)
         change = index.changes[-1]
         assert not change.added_shards & change.removed_shards

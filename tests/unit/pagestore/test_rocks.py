@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rocksdict import WriteBatch
 
-from kvpool.core.errors import KvPoolError, StartupFailed, StoreFault
+from kvpool.core.errors import KvPoolError, QuotaExceeded, StartupFailed, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters import page_store, rocks_database
 from kvpool_pagestore.adapters.page_store import RocksPageStore
@@ -265,4 +267,35 @@ def test_a_write_that_fails_is_reported_once_per_page_and_leaves_nothing(
     assert [(page_key, type(failure)) for page_key, failure in failures] == [(key(2), StoreFault), (key(3), StoreFault)]
     put(store, 3)
     assert scanned(store) == {1, 3}
+    store.close()
+
+
+def test_while_a_keyspace_is_cleared_its_blocks_serve_writers_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_store, "_UNSYNCED_PAGES", 64)
+    monkeypatch.setattr(page_store, "_FORGOTTEN_ROWS", 64)
+    store = opened(tmp_path, 128 << 20)
+    failures: list[KvPoolError | None] = []
+
+    def fill(number: int) -> bool:
+        store.put_batch([page_write(number)], lambda _, failure: failures.append(failure))
+        return failures[-1] is None
+
+    count = next(number for number in range(10_000) if not fill(number))
+    assert isinstance(failures[-1], QuotaExceeded) and count > 300
+    assert store._opened is not None
+    records, written = store._opened._blocks, list[KvPoolError | None]()
+    give_if_read = records.give_if_read
+    other = replace(page_write(0), key=PageKey(b"o" * 16, b"c" * 16, 0))
+
+    def given(keys: list[bytes], values: list[bytes]) -> Any:
+        if len(written) == 3:  # parts: the blocks of the first two have come back
+            store.put_batch([other], lambda _, failure: failures.append(failure))
+        written.append(failures[-1])
+        return give_if_read(keys, values)
+
+    monkeypatch.setattr(records, "give_if_read", given)
+    store.delete_keyspace(b"k" * 16)
+    assert len(written) > 4 and written[3] is None
     store.close()

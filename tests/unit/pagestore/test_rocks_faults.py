@@ -33,12 +33,12 @@ def test_a_failed_sync_fails_every_batch_that_it_may_concern(tmp_path: Path, mon
     """The kernel reports lost writes once per open file: a user of a shared descriptor may miss it."""
     store = opened(tmp_path)
     put(store, 1)
-    both, told_of = threading.Barrier(2, timeout=PATIENCE_S), set[int]()
+    both, reported_of = threading.Barrier(2, timeout=PATIENCE_S), set[int]()
 
     def sync(descriptor: int) -> None:
         both.wait()
-        if descriptor not in told_of:
-            told_of.add(descriptor)
+        if descriptor not in reported_of:
+            reported_of.add(descriptor)
             raise OSError(errno.EIO, "Input/output error")
 
     reported: dict[int, list[KvPoolError | None]] = {}

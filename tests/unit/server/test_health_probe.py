@@ -45,7 +45,7 @@ def peer_that_says(answer: bytes | None) -> Iterator[str]:
         listener.close()
 
 
-async def test_it_tells_whether_a_server_serves_on_tcp_and_on_a_unix_socket(tmp_path: Path) -> None:
+async def test_it_reports_whether_a_server_serves_on_tcp_and_on_a_unix_socket(tmp_path: Path) -> None:
     server = control_server()
     port = server.listen_tcp(TcpAddress("127.0.0.1", 0))
     server.listen_unix(tmp_path / "s")
@@ -88,7 +88,7 @@ async def test_the_exit_code_and_one_line_say_it(
         (b"\x00\x00\x04\x03\x00\x00\x00\x00\x01\x00\x00\x00\x02", "ended the call"),
     ],
 )
-def test_a_peer_that_is_no_health_service_is_told(answer: bytes, message: str) -> None:
+def test_a_peer_that_is_no_health_service_is_reported(answer: bytes, message: str) -> None:
     with peer_that_says(answer) as address, pytest.raises(ProbeFailed, match=message):
         raise ProbeFailed(probe(address, PATIENCE_S))
 

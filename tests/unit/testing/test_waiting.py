@@ -40,7 +40,7 @@ def test_failed_assertions_count_as_not_yet() -> None:
     assert str(caught.value.__cause__) == "inner"
 
 
-def test_manual_clock_moves_only_when_told() -> None:
+def test_manual_clock_moves_only_when_advanced() -> None:
     clock = ManualClock()
     monotonic_s, wall_us = clock.monotonic_s(), clock.wall_us()
     clock.advance(1.5)

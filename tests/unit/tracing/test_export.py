@@ -1,4 +1,4 @@
-"""A collector that is slow, dead or gone costs spans that are counted, never the time of whoever ends them."""
+"""A collector that is slow, dead or gone costs spans that are counted, never the time of the code that ends them."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_linked_work_is_kept_with_what_it_is_linked_to(monkeypatch: pytest.Monke
     assert len(recorded.span("linked").links) == 1
 
 
-def test_errors_are_told_by_their_reason_alone() -> None:
+def test_errors_are_identified_by_their_reason_alone() -> None:
     recorded = Recorded()
     with pytest.raises(ArenaFull), recorded.tracer.request("full"):
         raise ArenaFull("page 0123 of /data/secret")

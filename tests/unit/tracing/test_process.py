@@ -50,7 +50,7 @@ def test_the_variables_decide(variables: dict[str, str], wanted: bool) -> None:
         (ENDPOINT | {"OTEL_BSP_MAX_QUEUE_SIZE": "0"}, "OTEL_BSP_MAX_QUEUE_SIZE"),
     ],
 )
-def test_what_is_not_served_is_said_and_keeps_nobody_from_serving(
+def test_what_is_not_served_is_reported_and_does_not_prevent_serving(
     variables: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert open_tracer("index", variables) is NO_TRACER

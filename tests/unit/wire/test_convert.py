@@ -166,6 +166,39 @@ def test_location_changes_come_back(added: int, removed: int, tier: Tier) -> Non
     assert convert_cluster.location_change_from_proto(message) == change
 
 
+def test_what_is_held_comes_back_in_columns() -> None:
+    kinds = [
+        (b"a" * 16, Tier.DISK, 3),
+        (b"a" * 16, Tier.STAGING, 3),
+        (b"b" * 16, Tier.DISK, 3),
+        (b"a" * 16, Tier.DISK, 1),
+    ]
+    changes = [
+        cluster.LocationChange(keyspace, bytes([number]) * 16, bytes([number // 4]) * 16, tier, shards, 0)
+        for number, (keyspace, tier, shards) in enumerate(kinds * 5)
+    ]
+    messages = convert_cluster.held_chunks_to_proto(changes)
+    assert len(messages) == len(kinds), "those alike are one message"
+    found = convert_cluster.held_chunks_from_proto(messages, most=len(changes))
+    assert len(found) == len(changes) and set(found) == set(changes)
+    with pytest.raises(InvalidRequest, match="20 chunks in one batch, at most 19"):
+        convert_cluster.held_chunks_from_proto(messages, most=19)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("keyspace_id", b"short"), ("tier", 0), ("chunk_hashes", bytes(17)), ("group_head_hashes", bytes(16))],
+)
+def test_malformed_columns_are_refused(field: str, value: object) -> None:
+    change = cluster.LocationChange(bytes(16), bytes(16), bytes(16), Tier.DISK, 1, 0)
+    right, wrong = convert_cluster.held_chunks_to_proto([change, change._replace(added_shards=2)])
+    wrong.chunk_hashes = wrong.group_head_hashes = bytes(32)
+    setattr(wrong, field, value)
+    with pytest.raises(InvalidRequest) as caught:
+        convert_cluster.held_chunks_from_proto([right, wrong], most=10)
+    assert caught.value.item_index == 1
+
+
 def test_nodes_and_matches_come_back() -> None:
     node = cluster.NodeInfo(
         node_id=HASH, kind=cluster.NodeKind.PAGESTORE, endpoint="127.0.0.1:1", incarnation=7, capacity_bytes=5
@@ -250,3 +283,11 @@ def test_layout_comes_back() -> None:
 
 def test_block_ids() -> None:
     assert np.frombuffer(convert_engine.block_ids_to_bytes([3, 0, 9]), "<i8").tolist() == [3, 0, 9]
+
+
+def test_what_a_node_holds_is_bounded_by_chunks_and_by_items() -> None:
+    empty = index_pb2.HeldChunks(keyspace_id=b"k" * 16, tier=common_pb2.TIER_DISK, shards=1)
+    with pytest.raises(InvalidRequest, match="names no chunk"):
+        convert_cluster.held_chunks_from_proto([empty], most=8)
+    with pytest.raises(InvalidRequest, match="at most 8 are allowed"):
+        convert_cluster.held_chunks_from_proto([empty] * 9, most=8)

@@ -46,7 +46,7 @@ def test_a_renewal_behind_a_link_is_seen(authority: Authority, tmp_path: Path) -
     assert credentials.current().cert_pem == (tmp_path / "second" / "tls.crt").read_bytes()
 
 
-def test_a_renewal_that_cannot_be_used_is_told_once_and_left(
+def test_a_renewal_that_cannot_be_used_is_reported_once_and_left(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = authority.issue(tmp_path / "own")
@@ -87,7 +87,7 @@ def test_the_rest_of_a_renewal_that_comes_while_its_half_is_refused_is_seen(
     assert credentials.current().key_pem == key_pem
 
 
-def test_files_that_are_written_anew_with_the_same_content_are_no_renewal(
+def test_files_that_are_written_again_with_the_same_content_are_no_renewal(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or a copy of three files, of which one is new, would end the long streams of clients twice."""
@@ -101,7 +101,7 @@ def test_files_that_are_written_anew_with_the_same_content_are_no_renewal(
     assert not caplog.records
 
 
-def test_files_that_go_away_again_are_told_again(
+def test_files_that_go_away_again_are_reported_again(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = authority.issue(tmp_path / "own")
@@ -116,7 +116,7 @@ def test_files_that_go_away_again_are_told_again(
 
 
 @pytest.mark.parametrize(("days_later", "words"), [(11, "expired on"), (-2, "is not valid before")])
-def test_dates_that_have_passed_are_told_once(
+def test_dates_that_have_passed_are_reported_once(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, days_later: int, words: str
 ) -> None:
     now_s = datetime.now(UTC).timestamp()
@@ -126,12 +126,12 @@ def test_dates_that_have_passed_are_told_once(
     now_s += days_later * 86400
     credentials.current()
     credentials.current()
-    told = [record.getMessage() for record in caplog.records if str(files.cert_file) in record.getMessage()]
-    assert len(told) == 1 and words in told[0] and "without a restart" in told[0]
+    reported = [record.getMessage() for record in caplog.records if str(files.cert_file) in record.getMessage()]
+    assert len(reported) == 1 and words in reported[0] and "without a restart" in reported[0]
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o604, True)])
-def test_a_key_that_everybody_can_read_is_told(
+def test_a_key_that_everybody_can_read_is_reported(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
 ) -> None:
     files = authority.issue(tmp_path / "own")

@@ -51,7 +51,7 @@ def test_dates_are_those_of_the_certificate(start: datetime, end: datetime) -> N
     assert [each.validity for each in read_certificates(bundle)] == [dates] * 2
 
 
-def test_damage_is_told() -> None:
+def test_damage_is_reported() -> None:
     lines = dated(datetime(2026, 1, 1, tzinfo=UTC), datetime(2027, 1, 1, tzinfo=UTC)).splitlines()
     with pytest.raises(ValueError):
         read_certificates("\n".join([*lines[:2], lines[-1]]))

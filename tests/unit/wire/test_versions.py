@@ -24,7 +24,7 @@ def test_this_release_says_what_it_is_and_takes_the_one_before_it() -> None:
     assert versions_from_proto(own_version_to_proto()) == OWN_VERSIONS
     assert OWN_VERSIONS.software == kvpool.__version__
     assert OWN_VERSIONS.wire_min <= max(1, OWN_VERSIONS.wire - 1), "one minor release older must be understood"
-    check_peer_version(common_pb2.PeerVersion(), "whoever says nothing")
+    check_peer_version(common_pb2.PeerVersion(), "a peer without a version")
 
 
 @pytest.mark.parametrize(

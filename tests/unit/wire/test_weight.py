@@ -91,7 +91,7 @@ def test_nothing_takes_more_memory_than_it_weighs() -> None:
     ("name", "field"),
     [
         ("MatchStreamRequest", "more"),
-        ("AnnounceRequest", "replace_range.locations"),
+        ("AnnounceRequest", "replace_range.held"),
         ("EvictRequest", "chunk_hashes"),
         ("SessionRequest", "commit.lease_ids"),
         ("EngineRequest", "register.spec.groups"),

@@ -13,7 +13,14 @@ from kvpool.core.errors import InvalidRequest, KvPoolError, Stopped
 from kvpool.core.layout import EngineLayout
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
-from kvpool.wire.convert_engine import ipc_memory_from_proto, layout_from_proto
+from kvpool.wire.convert_engine import (
+    BlockIds,
+    Int64s,
+    block_ids_to_bytes,
+    int64s_from_bytes,
+    ipc_memory_from_proto,
+    layout_from_proto,
+)
 
 if TYPE_CHECKING:
     from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceAsyncStub
@@ -46,7 +53,7 @@ class CacheLoan:
             channel=channel,
             on_broken=lambda error: self.ended.set(),
             on_unasked=lambda response: self.ended.set(),  # `ending`
-            request_id_of=lambda response: response.alive or (_BORROW if response.HasField("lent") else 0),
+            request_id_of=lambda response: response.alive.number or (_BORROW if response.HasField("lent") else 0),
         )
 
     @classmethod
@@ -75,18 +82,22 @@ class CacheLoan:
         self.regions = tuple(regions)
         self.layout = layout_from_proto(lent.layout, lent.handles)
 
-    async def check(self, timeout_s: float) -> None:
-        """Return if the session has been alive until now. raises: Stopped, ServiceUnavailable, DeadlineExceeded."""
+    async def check(self, block_ids: BlockIds, timeout_s: float) -> Int64s:
+        """Return what generations blocks have now, if the session has been alive until now.
+
+        raises: Stopped, ServiceUnavailable, DeadlineExceeded; InvalidRequest for blocks that it has not.
+        """
         if self.ended.is_set():
             raise self._over()
         number = self._stream.next_id()
-        asking = asyncio.ensure_future(self._stream.request(number, _Request(check=number), timeout_s=timeout_s))
+        check = gpuagent_pb2.CheckCache(number=number, block_ids=block_ids_to_bytes(block_ids))
+        asking = asyncio.ensure_future(self._stream.request(number, _Request(check=check), timeout_s=timeout_s))
         ending = asyncio.ensure_future(self.ended.wait())
         try:
             await asyncio.wait((asking, ending), return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():  # after `ending` there are no answers
                 raise self._over()
-            await asking
+            return int64s_from_bytes((await asking).alive.generations, "generations")
         finally:
             for task in (asking, ending):
                 task.cancel()

@@ -12,7 +12,7 @@ import grpc.aio
 from kvpool.client.config import ClientConfig
 from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable
 from kvpool.wire.status import error_from_rpc
-from kvpool.wire.tls_words import is_unix, narrowed
+from kvpool.wire.tls_errors import is_unix, narrowed
 
 if TYPE_CHECKING:
     from kvpool.wire.tls import TlsCredentials

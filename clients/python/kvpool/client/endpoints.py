@@ -22,7 +22,7 @@ from kvpool.core.errors import (
     WireVersionRefused,
 )
 from kvpool.wire.status import error_from_rpc
-from kvpool.wire.tls_words import is_unix, narrowed
+from kvpool.wire.tls_errors import is_unix, narrowed
 
 if TYPE_CHECKING:
     from grpc.aio import UnaryUnaryMultiCallable
@@ -84,7 +84,7 @@ class Endpoints(Generic[StubT]):
         known = self._opened.get(endpoint)
         generation = self._redials + (tls.generation if tls is not None and not is_unix(endpoint) else 0)
         if known is None or known.generation != generation:
-            if known is not None and known.before is not None:  # two generations old: its streams begin anew
+            if known is not None and known.before is not None:  # two generations old: its streams are reopened
                 closing = asyncio.ensure_future(known.before.close())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
@@ -150,7 +150,7 @@ class Endpoints(Generic[StubT]):
             try:
                 return await self._call_once(method, request, max(remaining_s / share, 1e-3))
             except StoreUnavailable:
-                self.leave(endpoint)  # for the next call, since nobody waits for a store
+                self.leave(endpoint)  # for the next call, as no caller waits for a store
                 raise
             except retry_on as error:
                 if isinstance(error, TlsFailed):
@@ -180,6 +180,12 @@ class Endpoints(Generic[StubT]):
             raise narrowed(error_from_rpc(error), self._config.tls) from error
         except grpc.aio.UsageError as error:
             raise closed_channel_error(error) from error
+        except asyncio.CancelledError as error:
+            # gRPC cancels the calls of a channel that is closed, which is not a cancellation of the caller.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise ServiceUnavailable("the channel was closed under the call; open a new client") from error
 
 
 async def call_with_retry(

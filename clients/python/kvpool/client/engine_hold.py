@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Sequence
 
 from kvpool.client.shared_memory import SharedMemoryRegion, until
 from kvpool.core.ipc import HOLD_ENDED, HOLD_FILE_BYTES
@@ -31,11 +32,12 @@ class GpuMemoryHold:
     ending: then so does its GPU work, with the process and a grace period for the driver.
     """
 
-    def __init__(self, driver_grace_s: float = DRIVER_GRACE_S) -> None:
+    def __init__(self, driver_grace_s: float = DRIVER_GRACE_S, *, beside: Sequence[SharedMemoryRegion] = ()) -> None:
+        """beside: what else the agent is to be offered descriptors of. Whether they are mapped says nothing."""
         self._file = SharedMemoryRegion(HOLD_FILE_BYTES, "kvpool-hold")
         self._driver_grace_s = driver_grace_s
         self._process: PeerProcess | None = None
-        self.lent = (self._file,)
+        self.lent = (self._file, *beside)
 
     def agent_at(self, socket_path: str) -> None:
         """Remember whose process it is; blocks for a moment."""

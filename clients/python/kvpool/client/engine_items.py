@@ -23,6 +23,7 @@ class EngineSource(IntEnum):
     STAGING = 1
     DISK = 2
     REMOTE = 3
+    GPU = 4  # of other engine ranks of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,17 @@ class TierTokens:
     staging: int = 0
     disk: int = 0
     remote: int = 0
+    gpu: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.staging + self.disk + self.remote
+        return self.staging + self.disk + self.remote + self.gpu
 
     def __add__(self, other: TierTokens) -> TierTokens:
-        return TierTokens(self.staging + other.staging, self.disk + other.disk, self.remote + other.remote)
+        return TierTokens(
+            self.staging + other.staging, self.disk + other.disk, self.remote + other.remote, self.gpu + other.gpu
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class RequestStats:
     staging: int = 0
     disk: int = 0
     remote: int = 0
+    gpu: int = 0
     recomputed: int = 0
 
     @classmethod
@@ -125,8 +130,13 @@ class RequestStats:
         """Of one prompt. The last token always counts as recomputed, also when its chunk was loaded."""
         own = max(0, min(own_tokens, chain.token_count - 1))
         excess = max(0, own + loaded.total - max(0, chain.token_count - 1))
-        counts = {"staging": loaded.staging, "disk": loaded.disk, "remote": loaded.remote}
-        for source in ("remote", "disk", "staging"):  # the excess is at the end: most likely the slowest source's
+        counts = {"staging": loaded.staging, "disk": loaded.disk, "remote": loaded.remote, "gpu": loaded.gpu}
+        for source in (
+            "remote",
+            "disk",
+            "staging",
+            "gpu",
+        ):  # the excess is at the end: most likely the slowest source's
             cut = min(excess, counts[source])
             counts[source] -= cut
             excess -= cut
@@ -135,7 +145,7 @@ class RequestStats:
     @property
     def prompt(self) -> int:
         """All tokens of the prompt."""
-        return self.own + self.staging + self.disk + self.remote + self.recomputed
+        return self.own + self.staging + self.disk + self.remote + self.gpu + self.recomputed
 
     def __add__(self, other: RequestStats) -> RequestStats:
         return RequestStats(
@@ -143,6 +153,7 @@ class RequestStats:
             staging=self.staging + other.staging,
             disk=self.disk + other.disk,
             remote=self.remote + other.remote,
+            gpu=self.gpu + other.gpu,
             recomputed=self.recomputed + other.recomputed,
         )
 
@@ -206,8 +217,9 @@ def load_to_proto(
     compute_us_per_token: float = 0.0,
     *,
     no_progress: bool = False,
+    from_gpu: bool = False,
 ) -> gpuagent_pb2.EngineLoadRequest:
-    """A load of consecutive chunks. no_progress: its end alone matters."""
+    """A load of consecutive chunks. no_progress: its end alone matters. from_gpu: see EngineSession.load."""
     return gpuagent_pb2.EngineLoadRequest(
         chunk_hashes=span.chunk_hashes,
         block_ids=block_ids_to_bytes(span.block_ids),
@@ -219,6 +231,7 @@ def load_to_proto(
         after=engine_event_to_proto(after) if after is not None else None,
         compute_us_per_token=compute_us_per_token,
         no_progress=no_progress,
+        from_gpu=from_gpu,
     )
 
 
@@ -252,6 +265,6 @@ def load_result_from_proto(message: gpuagent_pb2.EngineLoadDone, first_chunk: in
         loaded_chunks=message.loaded_chunks,
         failed_chunks=tuple(first_chunk + at for at in message.failed_chunks),
         error=item_error_from_proto(message.error) if message.HasField("error") else None,
-        tokens=TierTokens(message.tokens.staging, message.tokens.disk, message.tokens.remote),
+        tokens=TierTokens(message.tokens.staging, message.tokens.disk, message.tokens.remote, message.tokens.gpu),
         copy_s=message.copy_ms / 1e3 if 0 < message.copy_ms < inf else 0.0,
     )

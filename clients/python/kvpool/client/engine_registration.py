@@ -20,6 +20,7 @@ from kvpool.wire.convert_keyspace import spec_to_proto
 from kvpool.wire.versions import own_version_to_proto
 
 if TYPE_CHECKING:
+    from kvpool.client.block_generations import BlockGenerations
     from kvpool.client.engine_events import EventSlots
     from kvpool.client.engine_hold import GpuMemoryHold
 
@@ -52,6 +53,8 @@ class EngineRegistration:
     load_only: bool = False
     match_only: bool = False  # an engine's scheduler: there are no regions, and nothing can be stored or loaded
     layers_per_progress: int = 0  # 0: one report per layer group of the grid
+    generations: BlockGenerations | None = None  # of an engine that announces what its GPU memory holds
+    engine_id: bytes = b""  # equal for all sessions of an engine; matches without one name no GPU caches of others
     previous_session_id: bytes = b""
 
     def check(self) -> None:
@@ -63,6 +66,8 @@ class EngineRegistration:
         sizes = tuple(region.size_bytes for region in self.regions)
         if sizes != self.layout.handle_sizes:
             raise InvalidRequest(f"regions have {sizes} bytes, the layout's handles {self.layout.handle_sizes}")
+        if self.generations is not None and not all(isinstance(region, GpuRegion) for region in self.regions):
+            raise InvalidRequest("generations: only GPU memory can be copied from; leave them out")
         for number, region in enumerate(self.regions):
             if isinstance(region, GpuRegion):
                 region.memory.check(f"regions[{number}]", region.size_bytes)
@@ -76,7 +81,7 @@ class EngineRegistration:
             return SharedMemoryHold(shared)
         from kvpool.client.engine_hold import GpuMemoryHold  # engines on CPUs need none of it
 
-        return GpuMemoryHold()
+        return GpuMemoryHold(beside=() if self.generations is None else (self.generations.region,))
 
 
 class RegistrationReply:
@@ -122,6 +127,8 @@ def register_to_proto(plan: EngineRegistration) -> gpuagent_pb2.EngineRegister:
         match_only=plan.match_only,
         hold_file=any(isinstance(region, GpuRegion) for region in plan.regions),
         version=own_version_to_proto(),
+        block_generations=plan.generations is not None,
+        engine_id=plan.engine_id,
     )
 
 

@@ -7,7 +7,7 @@ mapping of the engine's memory has gone. A deadline, a cancelled caller or a bro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from kvpool.client.engine_items import (
@@ -101,26 +101,45 @@ class StoreRequest(TransferRequest[StoreResult]):
         self,
         send: Callable[[gpuagent_pb2.EngineRequest], None],
         chunks: range,
-        still_valid: Callable[[int], bool] | None,
+        still_valid: Callable[[int], bool | Awaitable[bool]] | None,
     ) -> None:
         """still_valid: called with the count of leading chunks that were copied out: whether their blocks held their
-        bytes until now. None: they do until the hold ends, and the agent need not ask."""
+        bytes until now; what is awaited must end within the agent's `kept_timeout_ms`. None: they do until the hold
+        ends, and the agent need not ask."""
         super().__init__(send, chunks)
         self._still_valid = still_valid
+        self._answering: asyncio.Task[None] | None = None
 
     def _take(self, response: gpuagent_pb2.EngineResponse) -> bool:
         if response.HasField("gathered"):
             count = response.gathered.chunk_count
-            if self._still_valid is not None:
-                answer = gpuagent_pb2.EngineKept(kept=self._still_valid(count), chunk_count=count)
-                self._send(gpuagent_pb2.EngineRequest(request_id=self.request_id, kept=answer))
-            if count >= len(self.chunks):
-                self.release()
-                return False
+            valid = self._still_valid(count) if self._still_valid is not None else None
+            if valid is None or isinstance(valid, bool):
+                self._answer(count, valid)
+            else:
+                self._answering = asyncio.get_running_loop().create_task(self._answer_later(count, valid))
+            return False
         if response.HasField("store_done"):
+            if self._answering is not None:
+                self._answering.cancel()
             self.release()
             return self._end(store_result_from_proto(response.store_done, self.chunks.start))
         return False
+
+    async def _answer_later(self, count: int, valid: Awaitable[bool]) -> None:
+        try:
+            answer = await valid
+        except Exception:
+            answer = False
+        self._answer(count, answer)
+
+    def _answer(self, count: int, valid: bool | None) -> None:
+        """valid: None if the agent does not ask."""
+        if valid is not None:
+            kept = gpuagent_pb2.EngineKept(kept=valid, chunk_count=count)
+            self._send(gpuagent_pb2.EngineRequest(request_id=self.request_id, kept=kept))
+        if count >= len(self.chunks):
+            self.release()
 
 
 class LoadRequest(TransferRequest[LoadResult]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,12 @@ from kvpool.core.retention import Retention
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
 from kvpool.wire.convert import check_id, check_length, hashes_to_bytes
-from kvpool.wire.convert_engine import engine_event_from_proto, engine_event_to_proto
+from kvpool.wire.convert_engine import (
+    BlockIds,
+    block_ids_to_bytes,
+    engine_event_from_proto,
+    engine_event_to_proto,
+)
 from kvpool.wire.versions import check_peer_version
 
 if TYPE_CHECKING:
@@ -163,7 +168,7 @@ class EngineSession:
         span: ChunkRange,
         *,
         retention: Retention | None = None,
-        kept: Callable[[int], bool] | None = None,
+        kept: Callable[[int], bool | Awaitable[bool]] | None = None,
         after: EngineEvent | None = None,
     ) -> StoreRequest:
         """Begin a store; its blocks are held until the handle says otherwise. `kept`: see StoreRequest.
@@ -184,15 +189,33 @@ class EngineSession:
         on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
         after: EngineEvent | None = None,
         compute_us_per_token: float = 0.0,
+        from_gpu: bool = False,
     ) -> LoadRequest:
         """Begin a load, as `store` does. after: GPU work that may still use the blocks.
 
-        compute_us_per_token: what the engine would need to compute them, for the agent's metrics; 0 if unknown."""
+        compute_us_per_token: what the engine would need to compute them, for the agent's metrics; 0 if unknown.
+        from_gpu: a match has named GPU caches of other ranks: they are looked up first."""
         handle = LoadRequest(self._stream.send_soon, span.chunks, on_progress)
         wait_ms = max(1, round(wait_s * 1e3))
-        load = load_to_proto(span, wait_ms, after, compute_us_per_token, no_progress=on_progress is None)
+        load = load_to_proto(
+            span, wait_ms, after, compute_us_per_token, no_progress=on_progress is None, from_gpu=from_gpu
+        )
         await self._begin(_Request(load=load), handle, after)
         return handle
+
+    def announce_cached(self, chunk_hashes: bytes, block_ids: BlockIds, generations: BlockIds) -> None:
+        """Say that chunks lie in blocks of the engine's cache; there is no answer. Lost when the session cannot send.
+
+        block_ids, generations: [C, blocks of a chunk], the generations that the blocks had when their bytes were known
+        to be the chunks'.
+        """
+        cached = gpuagent_pb2.EngineCached(
+            chunk_hashes=chunk_hashes,
+            block_ids=block_ids_to_bytes(block_ids),
+            generations=block_ids_to_bytes(generations),
+        )
+        with contextlib.suppress(KvPoolError):  # not sent: others find less
+            self._stream.send(_Request(cached=cached))
 
     async def lease(self, chain: Prompt, chunks: range, *, hold_s: float, hold_only: bool = False) -> LeaseHandle:
         """Begin to keep chunks of a prompt in staging memory until the lease is ended, for hold_s at most.

@@ -1,4 +1,4 @@
-"""Unary calls to an agent: its status, and pulls between ranks."""
+"""Unary calls to an agent: its status, and what its engines' caches hold."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
+import numpy as np
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.endpoints import Endpoints
-from kvpool.core.ipc import EngineEvent
+from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
-from kvpool.wire.convert_engine import engine_event_to_proto
+from kvpool.wire.convert import HASH_BYTES, check_id
+from kvpool.wire.convert_engine import Int64s, int64s_from_bytes
 
 if TYPE_CHECKING:
     from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceAsyncStub
@@ -27,6 +29,22 @@ class AgentSession:
     active_requests: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CachedChunks:
+    """What the cache of one engine rank holds of the chunks asked for, N of them, each in B blocks.
+
+    positions: [N] int64, ascending. block_ids, generations: [N, B] int64. scales: its rows have separate scales.
+    """
+
+    session_id: bytes
+    layers: range
+    heads: range
+    scales: bool
+    positions: Int64s
+    block_ids: Int64s
+    generations: Int64s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStatus:
     """Device, page pool ("arena" or "remote"), sessions, measured bandwidths (0: nothing measured)."""
@@ -38,6 +56,26 @@ class AgentStatus:
     staging_bytes_per_s: float
     disk_bytes_per_s: float
     remote_bytes_per_s: float
+
+
+def _cached_from_proto(message: gpuagent_pb2.CachedChunks, chunk_count: int) -> CachedChunks:
+    """raises: InvalidRequest for what does not fit together."""
+    positions = int64s_from_bytes(message.positions, "positions")
+    block_ids = int64s_from_bytes(message.block_ids, "block_ids")
+    generations = int64s_from_bytes(message.generations, "generations")
+    count, width = positions.size, block_ids.size // max(1, positions.size)
+    ascending = bool((np.diff(positions, prepend=-1, append=chunk_count) > 0).all())
+    if not ascending or not block_ids.size == generations.size == count * width:
+        raise InvalidRequest("positions, blocks and generations of cached chunks do not fit each other")
+    return CachedChunks(
+        session_id=check_id(message.session_id, "session_id"),
+        layers=range(message.first_layer, message.first_layer + message.layer_count),
+        heads=range(message.first_head, message.first_head + message.head_count),
+        scales=message.scales,
+        positions=positions,
+        block_ids=block_ids.reshape(count, width),
+        generations=generations.reshape(count, width),
+    )
 
 
 def _async_stub(channel: grpc.aio.Channel) -> GpuAgentServiceAsyncStub:
@@ -72,26 +110,18 @@ class AgentControl:
             remote_bytes_per_s=answer.remote_bytes_per_s,
         )
 
-    async def peer_pull(
-        self, request: gpuagent_pb2.PeerPullRequest, *, timeout_s: float
-    ) -> gpuagent_pb2.PeerPullResponse:
-        """Never repeated; see kvpool.client.peer_pulls. raises: as the proto says; ServiceUnavailable,
-        DeadlineExceeded, after which the pull may still run."""
-        return await self._endpoints.call(lambda stub: stub.PeerPull, request, timeout_s=timeout_s, idempotent=False)
-
-    async def end_peer_pull(
-        self, session_id: bytes, pull_id: int, after: EngineEvent | None = None, *, timeout_s: float | None = None
-    ) -> None:
-        """Return when the pull touches no slot any more, nor ever will. after: the event that it named.
-
-        raises: SessionUnknown if the session has ended; ServiceUnavailable, DeadlineExceeded.
-        """
-        request = gpuagent_pb2.EndPeerPullRequest(
-            session_id=session_id,
-            pull_id=pull_id,
-            after=engine_event_to_proto(after) if after is not None else None,
+    async def find_cached_chunks(
+        self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes, *, timeout_s: float
+    ) -> list[CachedChunks]:
+        """Return which chunks caches of the agent's sessions hold. raises: InvalidRequest, TenantDenied,
+        ServiceUnavailable, DeadlineExceeded."""
+        request = gpuagent_pb2.FindCachedChunksRequest(
+            keyspace_id=keyspace, chunk_hashes=chunk_hashes, engine_id=engine_id
         )
-        await self._endpoints.call(lambda stub: stub.EndPeerPull, request, timeout_s=timeout_s)
+        answer = await self._endpoints.call(
+            lambda stub: stub.FindCachedChunks, request, timeout_s=timeout_s, idempotent=False
+        )
+        return [_cached_from_proto(each, len(chunk_hashes) // HASH_BYTES) for each in answer.caches]
 
     async def close(self) -> None:
         """Close the channel. Idempotent."""

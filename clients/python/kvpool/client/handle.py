@@ -122,13 +122,14 @@ class AsyncHandle(Generic[ResultT]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTerms:
     """Of one load. grace_s: after its time, for the agent to say so. wait_event: GPU work that may still read or write
-    the blocks. by_layer: progress is wanted. compute_us_per_token: see EngineSession.load."""
+    the blocks. by_layer: progress is wanted. compute_us_per_token, from_gpu: see EngineSession.load."""
 
     timeout_s: float
     grace_s: float
     by_layer: bool = False
     wait_event: EngineEvent | None = None
     compute_us_per_token: float = 0.0
+    from_gpu: bool = False
 
 
 async def load_windows(
@@ -189,6 +190,7 @@ async def _load_span(
                 on_progress=on_progress,
                 after=terms.wait_event,
                 compute_us_per_token=terms.compute_us_per_token,
+                from_gpu=terms.from_gpu,
             )
         handle.add(request)
         return await request.done(max(0.0, ends_at_s - loop.time()) + terms.grace_s)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvpool.client.channel import streamed
 from kvpool.client.config import ClientConfig
 from kvpool.client.endpoints import Endpoints
 from kvpool.client.match_stream import MatchStream
+from kvpool.client.retry import TRANSIENT
 from kvpool.client.watch import watch_events
 from kvpool.core.cluster import (
     UNNUMBERED,
@@ -64,8 +66,8 @@ _HASH_KEY_BYTES = 32
 
 
 def _policy_of(item: index_pb2.Keyspace) -> VersionedPolicy | None:
-    told = item.HasField("policy") and is_policy_known(item.policy.policy)
-    return versioned_policy_from_proto(item.policy) if told else None
+    known = item.HasField("policy") and is_policy_known(item.policy.policy)
+    return versioned_policy_from_proto(item.policy) if known else None
 
 
 def _async_stub(channel: grpc.aio.Channel) -> IndexServiceAsyncStub:
@@ -260,6 +262,28 @@ class IndexClient:
             self._endpoints, keyspace=keyspace, after_position=after_position, for_replica=for_replica, now_s=now_s
         )
 
+    async def list_chain_groups(self, keyspace: bytes, *, timeout_s: float | None = None) -> AsyncGenerator[bytes]:
+        """The heads of all chain groups of a keyspace in which any chunk is stored, many 16-byte hashes at a time.
+
+        A group that gets its first chunk meanwhile may be missing. raises: KeyspaceUnknown. It is not repeated.
+        """
+        endpoint, config = self._endpoints.endpoint, self._endpoints.config
+        limit_s = config.call_timeout_s if timeout_s is None else timeout_s
+        request = index_pb2.ListChainGroupsRequest(keyspace_id=keyspace)
+
+        def open_call() -> grpc.aio.UnaryStreamCall[
+            index_pb2.ListChainGroupsRequest, index_pb2.ListChainGroupsResponse
+        ]:
+            return self._endpoints.stub().ListChainGroups(request, timeout=limit_s, metadata=config.metadata)
+
+        try:
+            with streamed(open_call, config.tls) as call:
+                async for message in call:
+                    yield message.group_head_hashes
+        except TRANSIENT:
+            self._endpoints.fail(endpoint)
+            raise
+
     async def drop_keyspace_locations(
         self, keyspace: bytes, node_id: bytes = b"", *, timeout_s: float | None = None
     ) -> int:
@@ -291,7 +315,7 @@ class IndexClient:
         )
         answer = await self._endpoints.call(lambda stub: stub.ReconcileDigests, request, timeout_s=timeout_s)
         if len(answer.digests) != range_count:
-            raise ServiceUnavailable(f"the index told {len(answer.digests)} digests of {range_count}")
+            raise ServiceUnavailable(f"the index sent {len(answer.digests)} digests of {range_count}")
         return list(answer.digests)
 
     async def reconcile_split_groups(

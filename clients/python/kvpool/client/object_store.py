@@ -17,7 +17,7 @@ from kvpool.client.store_pool import AsyncStorePages
 from kvpool.client.store_sync import StorePages
 from kvpool.client.store_values import ChunkPlace, KeyspaceShards, OpenedShards
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.foreign_keys import foreign_chunk_hash, object_keyspace, object_range, salt_of
+from kvpool.core.external_keys import foreign_chunk_hash, object_keyspace, object_range, salt_of
 from kvpool.core.grid import ShardGrid
 from kvpool.core.payload import ShardPayload
 

@@ -33,7 +33,7 @@ class Slot:
     lease_id: int
     segment_id: int
     offset: int
-    page_bytes: int  # header + payload + sum table
+    page_bytes: int  # header + payload
 
     @property
     def place(self) -> tuple[int, int, int]:

@@ -256,7 +256,7 @@ class PageStoreSession:
     ) -> list[tuple[int, KvPoolError]]:
         """Make written pages visible. The leases have ended either way.
 
-        sealed: header and sum table are in place, and are verified; else the pagestore writes them when needed.
+        sealed: headers are in place, and pages are verified; else the pagestore writes headers when needed.
         returns: for the pages that failed their position in lease_ids, and PageCorrupt or LeaseLost.
 
         A caller that is cancelled does not learn whether the pages are visible; nothing is leaked.

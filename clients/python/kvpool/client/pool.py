@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import LoadResult, MatchResult, RequestStats, StoreResult, TierTokens
+from kvpool.client.engine_items import (
+    EngineSource,
+    LoadResult,
+    MatchResult,
+    RequestStats,
+    StoreResult,
+    TierTokens,
+)
 from kvpool.client.engine_registration import EngineRegistration, OfferFd
 from kvpool.client.engine_requests import LeaseHandle, StoreRequest
 from kvpool.client.fds import offer_fd
@@ -29,7 +36,7 @@ from kvpool.core.ipc import EngineEvent
 from kvpool.core.retention import Retention
 from kvpool.core.tracing import Span
 from kvpool.wire.convert_engine import BlockIds
-from kvpool.wire.tls_words import is_unix
+from kvpool.wire.tls_errors import is_unix
 
 if TYPE_CHECKING:
     from kvpool.wire.tls import TlsCredentials
@@ -229,10 +236,12 @@ class AsyncPool:
         wait_event: EngineEvent | None = None,
         compute_us_per_token: float = 0.0,
         by_layer: bool = True,
+        from_gpu: bool = False,
     ) -> Coroutine[Any, Any, AsyncHandle[LoadResult]]:
         """Begin a load, whose first layers can be used before its last ones are in. Arguments as for `load`.
 
         by_layer: have the agent report layers, for `wait_layers`; loads of more chunks than one request takes do not.
+        from_gpu: look in GPU caches of other ranks of the host first; a match of this load itself says whether to.
         """
         terms = LoadTerms(
             timeout_s=self._config.load_timeout_s if timeout_s is None else timeout_s,
@@ -240,6 +249,7 @@ class AsyncPool:
             by_layer=by_layer,
             wait_event=wait_event or self._record_event(),
             compute_us_per_token=compute_us_per_token,
+            from_gpu=from_gpu,
         )
 
         async def start() -> AsyncHandle[LoadResult]:
@@ -265,6 +275,7 @@ class AsyncPool:
                 end_chunk = max(first_chunk, found.matched_chunks)
                 if found.error is not None:
                     return LoadResult(first_chunk, num_tokens=found.num_tokens, error=found.error)
+                terms = replace(terms, from_gpu=any(run.source == EngineSource.GPU for run in found.runs))
             chunks = range(first_chunk, end_chunk)
             with self._span("load", len(chunks)) as span:
                 windows = self._windows(prompt, block_table, chunks, skip_tokens)
@@ -306,7 +317,7 @@ class AsyncPool:
         first_chunk: int | None = None,
         end_chunk: int | None = None,
         retention: Retention | None = None,
-        still_valid: Callable[[], bool] | None = None,
+        still_valid: Callable[[], bool | Awaitable[bool]] | None = None,
         wait_event: EngineEvent | None = None,
         timeout_s: float | None = None,
     ) -> Coroutine[Any, Any, AsyncHandle[StoreResult]]:
@@ -317,7 +328,7 @@ class AsyncPool:
         retention: of all chunks, or of ranges of the prompt's tokens; a chunk takes what keeps it longest of all that
         touch it. None: as the keyspace says.
         still_valid: called each time blocks were copied out: whether all blocks of this store held their bytes until
-        then, else they are not stored. None: they do until they are released.
+        then, else they are not stored; may be an async function. None: they do until they are released.
         timeout_s: until the result says what is known by then; the store itself goes on.
         raises: InvalidRequest for a range outside of the prompt.
         """
@@ -333,7 +344,7 @@ class AsyncPool:
         block_table: BlockIds,
         chunks: range,
         retention: Retention | None,
-        still_valid: Callable[[], bool] | None,
+        still_valid: Callable[[], bool | Awaitable[bool]] | None,
         event: EngineEvent | None,
         timeout_s: float,
     ) -> AsyncHandle[StoreResult]:
@@ -366,7 +377,7 @@ class AsyncPool:
         spans: Sequence[ChunkRange],
         requests: list[StoreRequest],
         retention: Retention | None,
-        still_valid: Callable[[], bool] | None,
+        still_valid: Callable[[], bool | Awaitable[bool]] | None,
         event: EngineEvent | None,
     ) -> KvPoolError | None:
         """Begin what can be begun; why the rest was not."""

@@ -50,7 +50,7 @@ def note_loaded(
     """How a load ended, and where its tokens came from."""
     note_matched(span, served_chunks, chunk_count, error)
     if span.recording:
-        by_tier = {"staging": tokens.staging, "disk": tokens.disk, "remote": tokens.remote}
+        by_tier = {"staging": tokens.staging, "disk": tokens.disk, "remote": tokens.remote, "gpu": tokens.gpu}
         span.set({f"kvpool.tokens.{tier}": count for tier, count in by_tier.items()})
 
 

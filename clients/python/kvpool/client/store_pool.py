@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
@@ -20,7 +20,7 @@ from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.pagestore_link import PagestoreLink
 from kvpool.client.store_config import StoreConfig
-from kvpool.client.store_reading import WindowRead, read_window
+from kvpool.client.store_reading import WindowRead, all_ended, read_window
 from kvpool.client.store_streams import StreamTransport
 from kvpool.client.store_values import (
     ChunkPlace,
@@ -47,6 +47,7 @@ class PageWindows(Protocol):
     """Windows of pages of one keyspace. A call returns (also when cancelled) only after its last copy."""
 
     pages_max: int  # of one window
+    reads_at_once: int  # windows of a call that are read beside each other, with pages_max pages together
 
     async def read(
         self, pages: Sequence[WantedPage], sources: Sequence[tuple[RemoteSource, ...]], wait_s: float, take: PayloadCopy
@@ -96,6 +97,8 @@ class ArenaTransport:
 
 
 class _ArenaWindows:
+    reads_at_once = 2  # while one waits for its last copies, pages of the other arrive
+
     def __init__(self, session: PageStoreSession, space: OpenedShards, threads: Executor, leases_max: int) -> None:
         self._session, self._space, self._threads, self.pages_max = session, space, threads, leases_max
 
@@ -180,14 +183,23 @@ class AsyncStorePages:
         pages = wanted_pages(chunks, [one.shards for one in found])
         try:
             async with self._reads.acquire(ends_at_s), self._transport.use(space) as windows:
-                for window, wait_s in self._windows(pages, windows.pages_max, ends_at_s):
-                    sources = [found[page.position].remote for page in window]
-                    read = await windows.read(window, sources, wait_s, take)
-                    good |= read.good
-                    self.counts.corrupt_pages += read.corrupt_count
-                    self.counts.loaded_bytes += sum(space.payload_bytes(page.shard) for page in read.good)
-                    if read.error is not None:
-                        raise read.error
+                at_once = min(windows.reads_at_once, self._config.pages_in_flight, windows.pages_max)
+                waiting = self._windows(pages, windows.pages_max, ends_at_s, at_once)
+
+                async def read() -> None:
+                    """One window after the other, while others are read beside it."""
+                    for window, wait_s in waiting:
+                        sources = [found[page.position].remote for page in window]
+                        result = await windows.read(window, sources, wait_s, take)
+                        good.update(result.good)
+                        self.counts.corrupt_pages += result.corrupt_count
+                        self.counts.loaded_bytes += sum(space.payload_bytes(page.shard) for page in result.good)
+                        if result.error is not None:
+                            waiting.close()  # no other window is begun
+                            raise result.error
+
+                reads = [asyncio.create_task(read(), name="kvpool windows") for _ in range(at_once)]
+                await all_ended(reads, cancel=True)
         except KvPoolError as error:
             self.note_failure("load", error)
         answer = _whole(pages, good, len(chunks))
@@ -264,11 +276,14 @@ class AsyncStorePages:
         self._threads.shutdown(wait=False)
 
     def _windows(
-        self, pages: Sequence[WantedPage], pages_max: int, ends_at_s: float
-    ) -> Iterator[tuple[Sequence[WantedPage], float]]:
-        """Pages for one call each, with the seconds left when its turn comes; no more once there are none."""
+        self, pages: Sequence[WantedPage], pages_max: int, ends_at_s: float, at_once: int = 1
+    ) -> Generator[tuple[Sequence[WantedPage], float], None, None]:
+        """Pages for one call each, with the seconds left when its turn comes; no more once there are none.
+
+        at_once: how many are in flight, of as many pages together as one would have.
+        """
         loop = asyncio.get_running_loop()
-        size = max(1, min(self._config.pages_in_flight, pages_max))
+        size = max(1, min(self._config.pages_in_flight, pages_max) // at_once)
         for start in range(0, len(pages), size):
             wait_s = ends_at_s - loop.time()
             if wait_s <= 0:

@@ -136,6 +136,8 @@ class StreamTransport:
 class StreamWindows:
     """Windows of pages of one keyspace, each by a stream to each node that has some of them, or takes some."""
 
+    reads_at_once = 1  # a stream brings one page after the other anyway
+
     def __init__(self, transport: StreamTransport, space: OpenedShards) -> None:
         self._transport, self._space = transport, space
         self._keyspaces = [(space.keyspace, space.space.spec)]

@@ -33,7 +33,7 @@ from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
 from kvpool.wire.frames import DEFAULT_FRAME_BYTES, MAX_MESSAGE_BYTES, BulkFrame, decode_page_frame
 from kvpool.wire.status import error_from_rpc
 from kvpool.wire.tls import TlsCredentials
-from kvpool.wire.tls_words import narrowed
+from kvpool.wire.tls_errors import narrowed
 from kvpool.wire.versions import own_version_to_proto
 
 __all__ = ["Keyspaces", "OnRead", "OnWritten", "PageToRead", "PageToWrite", "PageTransferClient"]

@@ -40,7 +40,7 @@ class PageToRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageToWrite:
-    """`page` is a sealed page: header, payload, sum table. It is not read after the call has returned."""
+    """`page` is a sealed page: header and payload. It is not read after the call has returned."""
 
     key: PageKey
     page: memoryview

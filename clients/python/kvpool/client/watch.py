@@ -99,7 +99,7 @@ class Transit:
     The two clocks have nothing in common but their speed. What is known of their distance: the sender opened the stream
     after we asked for it. So a message is never taken for younger than it is; by as much as the opening took, and that
     shrinks by 0.1 ms a second, for older. That is too slow where the opening took long, or the sender's clock stood
-    still with its machine: then the stream is adrift, and another one tells more.
+    still with its machine: then the two clocks have diverged, and a new stream is needed.
     """
 
     def __init__(self, asked_at_s: float) -> None:

@@ -33,7 +33,7 @@ from kvpool.connectors.sglang_side_pools import (
 from kvpool.connectors.strided_pages import StridedPages, bytes_of
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.foreign_keys import foreign_chunk_hash
+from kvpool.core.external_keys import foreign_chunk_hash
 
 _log = logging.getLogger(__name__)
 CLASS_NAME = "KvPoolHiCache"

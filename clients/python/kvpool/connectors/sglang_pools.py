@@ -13,7 +13,7 @@ from kvpool.client.store_values import KeyspaceShards
 from kvpool.connectors.strided_pages import Bytes, StridedPages, bytes_of
 from kvpool.core.cache_axes import CacheAxes
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
-from kvpool.core.foreign_keys import salt_of
+from kvpool.core.external_keys import salt_of
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvpool.connectors.transformers_caches import growing_cache
 from kvpool.connectors.transformers_model import torch_dtypes
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
@@ -105,9 +106,7 @@ class KvBlocks:
         Each layer is copied when the model first comes to it: until all were, the blocks keep their bytes. Before,
         wait_layers(so many leading layers) says whether they are in; PrefixLost comes out of the model if they are not.
         """
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        cache = growing_cache(model)
         if not blocks:
             return cache
         prefix = _Prefix(self, self._chosen(blocks), len(blocks) * self._chunk_tokens, wait_layers)

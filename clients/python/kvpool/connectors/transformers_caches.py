@@ -1,4 +1,8 @@
-"""Which of transformers' caches can begin with shared chunks, and the cache for one call of `generate`."""
+"""Which of transformers' caches can begin with shared chunks, and the cache for one call of `generate`.
+
+Layers with a sliding window get a cache of all tokens, too: the model masks what is outside of the window, and chunks
+that have left it could not be stored from a cache that drops them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
 _WAY_OUT = "leave past_key_values out, or pass an empty DynamicCache or StaticCache"
 
@@ -25,6 +29,11 @@ def check_cache(cache: Any, batch_size: int, needed_tokens: int) -> None:
     if cache.offloading:
         raise InvalidRequest(f"past_key_values is a {name} that offloads its layers, which is not served; {_WAY_OUT}")
     for layer in cache.layers:
+        if getattr(layer, "is_sliding", False):
+            raise InvalidRequest(
+                f"past_key_values is a {name} with layers of {type(layer).__name__}, which drop what has left their "
+                "window; leave past_key_values out, or pass DynamicCache() without the model's config"
+            )
         if type(layer).__name__ not in ("DynamicLayer", "StaticLayer"):
             raise InvalidRequest(
                 f"past_key_values is a {name} with layers of {type(layer).__name__}, which cannot hold shared chunks; "
@@ -55,10 +64,25 @@ def _check_static(cache: Any, batch_size: int, needed_tokens: int) -> None:
 
 
 def new_cache(model: PreTrainedModel, implementation: str | None, needed_tokens: int) -> Any:
-    """An empty cache: "static", or one that grows for anything else."""
-    from transformers import DynamicCache, StaticCache
+    """An empty cache: "static", or one that grows for anything else. raises: InvalidRequest for a static one of a model
+    with sliding windows."""
+    from transformers import StaticCache
 
-    config = model.config.get_text_config(decoder=True)
-    if implementation == "static":
-        return StaticCache(config=config, max_cache_len=needed_tokens)
-    return DynamicCache(config=config)
+    if implementation != "static":
+        return growing_cache(model)
+    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=needed_tokens)
+    if any(layer.is_sliding for layer in cache.layers):
+        raise InvalidRequest(
+            "cache_implementation='static' drops what has left the model's sliding windows; leave it out"
+        )
+    return cache
+
+
+def growing_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache whose layers keep all tokens."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.layers = [DynamicLayer() if layer.is_sliding else layer for layer in cache.layers]
+    return cache

@@ -18,6 +18,7 @@ from kvpool.client.checkpoint import (
     weights_digest,
 )
 from kvpool.connectors.checkpoints import checkpoint_place
+from kvpool.connectors.transformers_caches import growing_cache
 from kvpool.core.errors import GeometryUnsupported
 from kvpool.core.keyspace import Dtype, KvGroup
 from kvpool.core.model import ENGINE_CHUNK_TOKENS, Model, family_name
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # With these the rotation of a key depends on the length of the whole prompt, so equal prefixes have unequal KV.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_FULL, _WINDOWED = "full attention", "sliding-window attention"  # kinds of layers that are served, also side by side
 # Element types of safetensors that torch has, too.
 _STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -132,11 +134,11 @@ def unsupported(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         return "an encoder beside its decoder"
+    if getattr(config, "attention_chunk_size", None):
+        return f"chunked local attention (chunks of {config.attention_chunk_size} tokens)"
     kinds = _layer_kinds(config)
-    if len(kinds) > 1:
-        return f"layers of {len(kinds)} kinds ({', '.join(kinds)}): a hybrid model"
-    if kinds != ["full attention"]:
-        return kinds[0]
+    if not all(kind == _FULL or kind.startswith(_WINDOWED) for kind in kinds):
+        return kinds[0] if len(kinds) == 1 else f"layers of {len(kinds)} kinds ({', '.join(kinds)}): a hybrid model"
     if getattr(model, "_is_stateful", False):
         return "a recurrent state (state-space or linear-attention layers)"
     if "local" in (getattr(config, "attention_layers", None) or ()):
@@ -155,15 +157,15 @@ def _layer_kinds(config: Any) -> list[str]:
     from transformers import DynamicCache
 
     layers = DynamicCache(config=config).layers
-    return list(dict.fromkeys(_kind_of(layer) for layer in layers)) or ["full attention"]
+    return list(dict.fromkeys(_kind_of(layer) for layer in layers)) or [_FULL]
 
 
 def _kind_of(layer: Any) -> str:
     name = type(layer).__name__
     if name == "DynamicLayer":
-        return "full attention"
+        return _FULL
     if name == "DynamicSlidingWindowLayer":
-        return f"sliding-window attention (window of {layer.sliding_window} tokens)"
+        return f"{_WINDOWED} (window of {layer.sliding_window} tokens)"
     if name.startswith("LinearAttention"):
         return "linear-attention or state-space layers"
     if name == "DummyLayer":
@@ -197,9 +199,8 @@ def geometry_of(model: PreTrainedModel) -> KvGroup:
 def _probe(model: PreTrainedModel, group: KvGroup) -> Dtype:
     """Element type of the cache after one token. Raises GeometryUnsupported if the cache is not what `group` says."""
     import torch
-    from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = growing_cache(model)
     with torch.no_grad():
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
     filled = [layer for layer in cache.layers if layer.is_initialized]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -166,6 +166,22 @@ class ChunkRange:
         """Head of the group that the chunk at `position` in the range falls into."""
         first_group = self.first_chunk_index // GROUP_CHUNKS
         return self.group_head_hashes[(self.first_chunk_index + position) // GROUP_CHUNKS - first_group]
+
+    def part(self, chunks: range) -> ChunkRange:
+        """Return the chunks at these consecutive positions in the range, at least one."""
+        first_group = self.first_chunk_index // GROUP_CHUNKS
+        first, last = self.first_chunk_index + chunks.start, self.first_chunk_index + chunks.stop - 1
+        return replace(
+            self,
+            chunk_hashes=self.chunk_hashes[chunks.start * HASH_BYTES : chunks.stop * HASH_BYTES],
+            block_ids=self.block_ids[chunks.start : chunks.stop],
+            first_chunk_index=first,
+            parent_hash=self.chunk_hash(chunks.start - 1) if chunks.start else self.parent_hash,
+            group_head_hashes=self.group_head_hashes[
+                first // GROUP_CHUNKS - first_group : last // GROUP_CHUNKS + 1 - first_group
+            ],
+            skip_tokens=0 if chunks.start else self.skip_tokens,
+        )
 
     @property
     def hashes(self) -> list[bytes]:

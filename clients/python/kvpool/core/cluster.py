@@ -63,7 +63,7 @@ class LiveNode:
 class RegistrationAttempt:
     """Which registration of which process it is, so that one which arrives late or twice changes nothing.
 
-    process_id: 16 random bytes of the process; empty: registrations are not told apart. number: from 1, grows with
+    process_id: 16 random bytes of the process; empty: registrations are not distinguished. number: from 1, grows with
     each registration of the process.
     """
 

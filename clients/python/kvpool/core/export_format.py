@@ -6,8 +6,8 @@
     end       kind 2 u8, chunks u64, page bytes u64, BLAKE3-256 of all bytes before it, MAC of that digest
 
 Integers are little endian. Nothing follows the end. Sizes of pages are never read from the file: they follow from the
-keyspace. The MAC is keyed with the keyspace's chunk-hash key, so where a tenant secret is set nobody without it can
-make a file that is accepted. docs/export-format.md tells more.
+keyspace. The MAC is keyed with the keyspace's chunk-hash key, so where a tenant secret is set, only its
+holders can make a file that is accepted. See docs/export-format.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvpool.core.payload import payload_bytes
 from kvpool.core.retention import PINNED_FOREVER_US, PRIORITY_MAX
 
 MAGIC: Final = b"\x89KVPX\r\n\x1a"
-VERSION: Final = 2
+VERSION: Final = 3  # with pages of version 3
 MANIFEST_BYTES_MAX: Final = 64 << 10
 CHUNK_BYTES_MAX: Final = 1 << 30
 """Pages of one chunk together; a keyspace of larger ones is refused."""
@@ -61,7 +61,7 @@ class Digest(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Whose pages a file has. key_check tells chunk-hash keys apart without telling the key."""
+    """Whose pages a file has. key_check distinguishes chunk-hash keys without revealing them."""
 
     name: str  # of the keyspace, where it was exported
     tenant: str

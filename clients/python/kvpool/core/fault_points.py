@@ -12,13 +12,13 @@ from types import MappingProxyType
 POINTS: Mapping[str, str] = MappingProxyType(
     {
         "pagestore.register.granted": "the index has granted an incarnation that is not on disk yet",
-        "pagestore.incarnation.saved": "the incarnation is on disk, and nobody was told",
+        "pagestore.incarnation.saved": "the incarnation is on disk, and not announced yet",
         "pagestore.reserve.granted": "slots are leased to a writer who does not know yet",
         "pagestore.commit.verified": "pages were verified and are not visible yet",
         "pagestore.commit.visible": "pages are visible, and their writer does not know yet",
         "pagestore.write.begin": "room is made, and a batch is about to be written",
         "pagestore.write.synced": "the bytes of a batch are on the medium, its records are not",
-        "pagestore.write.recorded": "a batch is durable, and nobody was told",
+        "pagestore.write.recorded": "a batch is durable, and not announced yet",
         "pagestore.write.durable": "on_durable was called for a batch that is not announced yet",
         "pagestore.evict.delete": "pages were chosen for eviction and are still on disk",
         "pagestore.promote.read": "a slot is taken for a page that is about to be read from disk",

@@ -30,7 +30,10 @@ def check_name(name: str, value: object, *, may_be_empty: bool = False) -> None:
 
 
 class AttentionKind(IntEnum):
-    """What a token of the group attends to. The numbers are those of the wire and of the canonical encoding."""
+    """What a token of the group attends to. The numbers are those of the wire and of the canonical encoding.
+
+    STATE_SPACE: to a state of fixed size, whatever computes it. A chunk is the state after its last token.
+    """
 
     FULL = 1
     SLIDING_WINDOW = 2

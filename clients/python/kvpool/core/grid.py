@@ -22,8 +22,11 @@ MAX_SPLIT = 16
 """Parts of the finest split: the largest TP degree whose ranks have pages of their own."""
 SMALLEST_COLUMN_BYTES = 64 << 10
 """A part of the heads over all layers is not cut smaller than this, or a small model would have pages of a few KiB."""
-USUAL_PAGE_BYTES = 4 << 20
-"""Layers are grouped until no page of the coarsest split is larger, as far as MAX_SHARDS allows."""
+USUAL_PAGE_BYTES = 8 << 20
+"""Layers are grouped until no page of the coarsest split is larger, as far as MAX_SHARDS allows. To store a page takes
+agent and pagestore some 0.1 ms each, whatever its size."""
+UNDIVIDED_PAGE_BYTES = 4 << 20
+"""A page of all layers is not larger than this: other models have two layer groups at least, for PP 2."""
 LARGEST_PAGE_BYTES = 16 << 20
 """The coarsest splits are left out while their pages would be larger than this."""
 
@@ -182,7 +185,8 @@ def _grid_of(spec: KeyspaceSpec) -> ShardGrid:
     while True:
         layer_groups, part_heads = 1, kv_heads // splits[0]
         while (
-            -(-layers // layer_groups) * part_heads * head_bytes > USUAL_PAGE_BYTES
+            -(-layers // layer_groups) * part_heads * head_bytes
+            > (USUAL_PAGE_BYTES if layer_groups > 1 else UNDIVIDED_PAGE_BYTES)
             and layer_groups * 2 <= layers
             and layer_groups * 2 * sum(splits) <= MAX_SHARDS
         ):

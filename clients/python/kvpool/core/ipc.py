@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvpool.core.errors import InvalidRequest
 
 HOLD_FILE_BYTES = 4096  # of the file that an agent keeps open while it maps an engine's memory
+GENERATION_BYTES = 8  # of a block in the table that EngineRegister.block_generations speaks of
 HOLD_ENDED = b"\x01"  # what it writes at offset 0 of it after it has let go
 IPC_HANDLE_BYTES = 64  # of cudaIpcMemHandle_t and of cudaIpcEventHandle_t
 

@@ -81,7 +81,7 @@ class KeyspaceSpec:
             raise InvalidRequest(f"chunk_tokens must be a power of two, got {self.chunk_tokens}")
         if len(self.salt) > MAX_SALT_BYTES:
             raise InvalidRequest(f"salt must have at most {MAX_SALT_BYTES} bytes, got {len(self.salt)}")
-        _check_groups(self.groups)
+        _check_groups(self.groups, self.payload)
         if self.payload is PayloadKind.OPAQUE or self.opaque is not None:
             self._check_opaque()
         else:
@@ -151,12 +151,14 @@ class KeyspaceSpec:
         return self.planes * self.positions * (self.data_row_bytes + self.scale_row_bytes)
 
 
-def _check_groups(groups: tuple[KvGroup, ...]) -> None:
+def _check_groups(groups: tuple[KvGroup, ...], payload: PayloadKind) -> None:
     if not groups:
         raise InvalidRequest("groups must name the model's KV geometry, got none")
     for number, group in enumerate(groups):
-        if group.attention is AttentionKind.STATE_SPACE:
-            raise GeometryUnsupported(f"groups[{number}] has state space attention")
+        if group.attention is AttentionKind.STATE_SPACE and payload is not PayloadKind.OPAQUE:
+            raise GeometryUnsupported(
+                f"groups[{number}] has state space attention, whose state cannot be taken apart into tokens; set opaque"
+            )
         if (group.attention is AttentionKind.SLIDING_WINDOW) != bool(group.window_tokens):
             raise InvalidRequest(
                 f"groups[{number}].window_tokens must be set exactly for a sliding window, got {group.window_tokens} "

@@ -83,13 +83,14 @@ class LoadCost:
 
     latency_ms:   from the decision to load until the engine knows of the end, without copying.
     tokens_per_s: of steps that compute prompts and little else.
-    link_bytes_per_s: of plain copies from this host's memory; 0 if not known. local_source: what comes from there.
+    link_bytes_per_s: of plain copies from this host's memory; 0 if not known. local_sources: what comes from there, or
+                  by a link that is not slower.
     """
 
     latency_ms: Average = field(default_factory=Average)
     tokens_per_s: Average = field(default_factory=lambda: Average(larger_is_better=True))
     link_bytes_per_s: float = 0.0
-    local_source: Hashable = None
+    local_sources: Sequence[Hashable] = ()
     _sources: dict[Hashable, _Source] = field(default_factory=dict)
     _large_steps: bool = False
     _warmed_up: bool = False
@@ -168,12 +169,13 @@ class LoadCost:
         """Leading runs that the link would bring in half of the time of computing them: what else a load took lately,
         a busy machine or a queue, must not keep an engine from loads that pay. Computing has a queue, too: what one
         request computes all others wait for, while loads hold up nothing."""
-        speed = self._sources.get(self.local_source, _Source()).bytes_per_s.value
-        if not self.link_bytes_per_s or (speed is not None and speed < _HEALTHY_SHARE * self.link_bytes_per_s):
+        if not self.link_bytes_per_s:
             return 0
         count = size_bytes = tokens = 0
         for number, run in enumerate(runs, 1):
-            if run.source != self.local_source:
+            speed = self._sources.get(run.source, _Source()).bytes_per_s.value
+            slow = speed is not None and speed < _HEALTHY_SHARE * self.link_bytes_per_s
+            if run.source not in self.local_sources or slow:
                 break
             size_bytes, tokens = size_bytes + run.size_bytes, tokens + run.token_count
             link_ms = size_bytes / self.link_bytes_per_s * 1e3

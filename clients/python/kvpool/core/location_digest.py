@@ -2,7 +2,7 @@
 
 Every chain group falls into one of BUCKET_COUNT buckets by the hash of its head, and BUCKETS_PER_RANGE consecutive
 buckets make a range. The digest of a node's range is the exclusive or of one fingerprint for each chunk of which the
-node holds anything, so that it can be kept up to date by whoever changes one chunk.
+node holds anything, so that it can be updated by each change of one chunk.
 
 The index keeps chunks by the first FIELD_BYTES of their hash; `adapters/redis_lua/apply_change.lua` of the index
 computes the same fingerprints.
@@ -14,6 +14,10 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha1
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 FIELD_BYTES = 8  # of a chunk hash; enough to tell the 16 chunks of a group apart
 BUCKET_COUNT = 1 << 16
@@ -33,6 +37,12 @@ def bucket_of(group_head: bytes) -> int:
 def range_of(group_head: bytes) -> int:
     """The range of a group, 0 to 4,095."""
     return (group_head[-2] << 8 | group_head[-1]) >> 4
+
+
+def range_numbers(group_heads: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+    """The range of each group. group_heads: [N, 16]."""
+    buckets = group_heads[:, -2].astype(np.uint16) << np.uint16(8) | group_heads[:, -1]
+    return buckets // np.uint16(BUCKETS_PER_RANGE)
 
 
 def part_of(chunk_hash: bytes) -> int:
@@ -73,8 +83,7 @@ def fingerprint(place: bytes, held: bytes) -> int:
     return int.from_bytes(sha1(place + held, usedforsecurity=False).digest()[:8], "big")
 
 
-@dataclass(frozen=True, slots=True)
-class HeldChunk:
+class HeldChunk(NamedTuple):
     """What one node holds of one chunk now.
 
     shards: bitmaps of gpu, staging and disk. full_shards: all_shards of the keyspace's grid.

@@ -102,7 +102,7 @@ class ShardPayload:
 
     @property
     def slot_bytes(self) -> int:
-        """Arena bytes of a page: header, payload and sum table, rounded up to 4 KiB."""
+        """Arena bytes of a page: header and payload, rounded up to 4 KiB."""
         return slot_bytes(self.payload_bytes)
 
 

@@ -118,7 +118,7 @@ class Tracer:
         return NO_SPAN
 
     def part_of(self, causes: Iterable[object | None], name: str, *, kind: SpanKind = SpanKind.INTERNAL) -> Span:
-        """A part of the request that began it, of which `here` told, with links to others that share it.
+        """A part of the request that began it, whose trace `here` carries, with links to others that share it.
 
         causes: results of `here`; None among them do not count. Nothing if there is no other.
         """

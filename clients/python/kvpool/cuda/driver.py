@@ -28,7 +28,7 @@ _IPC_LAZY_ENABLE_PEER_ACCESS = 0x1
 
 
 class CudaError(RuntimeError):
-    """A driver call failed: `code` is its CUresult. Whoever knows what it was for tells it to others in those words."""
+    """A driver call failed: `code` is its CUresult. The caller, which knows the purpose, wraps it."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

@@ -115,7 +115,7 @@ class EngineEvents:
             raise
 
     def record(self, slot: int, stream: int) -> None:
-        """Event `slot` stands for the work of `stream` so far. Only after this may the peer be told of it."""
+        """Event `slot` stands for the work of `stream` so far. Notify the peer only after this."""
         self._driver.event_record(self._events[slot], stream)
 
     def close(self) -> None:

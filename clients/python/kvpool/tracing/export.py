@@ -1,6 +1,6 @@
 """Sending ended spans away: a bounded queue and one thread. A collector that is slow or dead costs spans, never time.
 
-OpenTelemetry's own batch processor does the same but tells nobody how much it has dropped.
+OpenTelemetry's own batch processor does the same but does not report how much it has dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SpanFate(Enum):
 
 
 CountSpans = Callable[[SpanFate, int], None]
-"""Told how many spans have met a fate. Called on any thread; must neither block nor raise."""
+"""Receives the count of spans that were exported or dropped. Called on any thread; must neither block nor raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

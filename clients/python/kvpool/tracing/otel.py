@@ -1,6 +1,6 @@
 """kvpool.core.tracing on top of OpenTelemetry's API.
 
-The current span is OpenTelemetry's own: whoever traces in the same process, an engine for one, shares it with us.
+The current span is OpenTelemetry's own, shared with other tracing code of the process, such as an engine's.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class OtelTracer(Tracer):
     ) -> Span:
         context = None if carried is None else _carried_context(carried)
         if context is None and carried is not None:
-            context = Context()  # the current span is that of another request, or of whoever opened the stream
+            context = Context()  # the current span is that of another request, or of the code that opened the stream
         return self._start(name, context, kind, attributes)
 
     def within(self, carried: CarriedContext) -> AbstractContextManager[object]:

@@ -38,7 +38,7 @@ def tracer_with(service: str, processor: SpanProcessor) -> Tracer:
     resource = Resource.create()
     named = not str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service")
     own = {SERVICE_VERSION: kvpool.__version__} | ({} if named else {SERVICE_NAME: service})
-    # Closed by its owner, who knows when the last span has ended; at exit only what nobody closed.
+    # Closed by its owner, who knows when the last span has ended; at exit only what was never closed.
     provider = TracerProvider(resource=resource.merge(Resource(own)))
     provider.sampler = LinkedSampler(provider.sampler)
     provider.add_span_processor(processor)

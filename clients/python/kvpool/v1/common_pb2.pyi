@@ -139,7 +139,7 @@ class _AttentionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attenti
     ATTENTION_KIND_SLIDING_WINDOW: _AttentionKind.ValueType  # 2
     """Every token attends to the last window_tokens tokens, its own included."""
     ATTENTION_KIND_STATE_SPACE: _AttentionKind.ValueType  # 3
-    """State-space layers (Mamba and kin): refused by name today."""
+    """Every token reads a state of fixed size (Mamba, gated delta nets and kin). A chunk is the state after its last token; only opaque payloads have it."""
 
 class AttentionKind(_AttentionKind, metaclass=_AttentionKindEnumTypeWrapper):
     """Kind of attention of one KV group."""
@@ -151,7 +151,7 @@ ATTENTION_KIND_FULL: AttentionKind.ValueType  # 1
 ATTENTION_KIND_SLIDING_WINDOW: AttentionKind.ValueType  # 2
 """Every token attends to the last window_tokens tokens, its own included."""
 ATTENTION_KIND_STATE_SPACE: AttentionKind.ValueType  # 3
-"""State-space layers (Mamba and kin): refused by name today."""
+"""Every token reads a state of fixed size (Mamba, gated delta nets and kin). A chunk is the state after its last token; only opaque payloads have it."""
 Global___AttentionKind: _TypeAlias = AttentionKind  # noqa: Y015
 
 class _Tier:
@@ -240,7 +240,7 @@ Global___StagingMode: _TypeAlias = StagingMode  # noqa: Y015
 
 @_typing.final
 class PeerVersion(_message.Message):
-    """What one side of a connection speaks. Both sides say it when a session opens, a node registers or a keyspace is opened; whoever finds that the two do not fit refuses with
+    """What one side of a connection speaks. Both sides say it when a session opens, a node registers or a keyspace is opened; the side that finds them incompatible refuses with
     FAILED_PRECONDITION (WIRE_VERSION_REFUSED). They fit if each one's `wire` is at least the other one's `wire_min`.
     """
 
@@ -345,7 +345,7 @@ class KvGroup(_message.Message):
     latent_dim: _builtins.int
     """MLA latent elements of one token and layer; 0 for MHA and GQA."""
     attention: Global___AttentionKind.ValueType
-    """STATE_SPACE is refused today, naming the kind. A model with layers of several kinds opens a keyspace for each."""
+    """A model with layers of several kinds opens a keyspace for each."""
     window_tokens: _builtins.int
     """Window of SLIDING_WINDOW in tokens, else 0."""
     def __init__(
@@ -687,22 +687,26 @@ class TierTokens(_message.Message):
     STAGING_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
     REMOTE_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     staging: _builtins.int
     """Tokens served from staging memory of the local pagestore."""
     disk: _builtins.int
     """Tokens promoted from the local pagestore's disk."""
     remote: _builtins.int
     """Tokens pulled from another node."""
+    gpu: _builtins.int
+    """Tokens copied from GPU caches of other engine ranks of the host."""
     def __init__(
         self,
         *,
         staging: _builtins.int = ...,
         disk: _builtins.int = ...,
         remote: _builtins.int = ...,
+        gpu: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "remote", b"remote", "staging", b"staging"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "gpu", b"gpu", "remote", b"remote", "staging", b"staging"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

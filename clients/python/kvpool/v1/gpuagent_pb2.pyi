@@ -34,6 +34,8 @@ class _EngineSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSo
     """Disk of this host's pagestore."""
     ENGINE_SOURCE_REMOTE: _EngineSource.ValueType  # 3
     """Another node."""
+    ENGINE_SOURCE_GPU: _EngineSource.ValueType  # 4
+    """GPU caches of other engine ranks of this host."""
 
 class EngineSource(_EngineSource, metaclass=_EngineSourceEnumTypeWrapper):
     """Where a chunk would be, or was, loaded from."""
@@ -46,6 +48,8 @@ ENGINE_SOURCE_DISK: EngineSource.ValueType  # 2
 """Disk of this host's pagestore."""
 ENGINE_SOURCE_REMOTE: EngineSource.ValueType  # 3
 """Another node."""
+ENGINE_SOURCE_GPU: EngineSource.ValueType  # 4
+"""GPU caches of other engine ranks of this host."""
 Global___EngineSource: _TypeAlias = EngineSource  # noqa: Y015
 
 @_typing.final
@@ -300,6 +304,8 @@ class EngineRegister(_message.Message):
     HOLD_FILE_FIELD_NUMBER: _builtins.int
     MATCH_ONLY_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    BLOCK_GENERATIONS_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
     engine_name: _builtins.str
     """Engine's name for logs and status, at most 128 characters."""
     keyspace_name: _builtins.str
@@ -312,13 +318,19 @@ class EngineRegister(_message.Message):
     """Session of this engine rank that broke, 16 bytes, or empty: `registered` is sent only after all work of that session has ended, so that its blocks may be reused."""
     hold_file: _builtins.bool
     """True: the engine offers one more descriptor, numbered after those of shared memory (0 with CUDA handles): a file of 4096 bytes, open for writing. The agent keeps it open for as
-    long as it maps the engine's memory; once it has let go of all of it, it writes one byte 0x01 at offset 0 and closes it. A lock on that open file description thus tells
+    long as it maps the engine's memory; once it has let go of all of it, it writes one byte 0x01 at offset 0 and closes it. A lock on that open file description thus shows
     the engine when its memory is free; if the byte is missing then, the agent has died and its GPU work ends with its process.
     """
     match_only: _builtins.bool
     """True: an engine's scheduler, which has no cache and only asks what exists. `handles` have sizes that fit `layout` but no memory behind them: nothing is offered or mapped, on
     whatever device, and stores and loads are refused with INVALID_ARGUMENT. `events` must be empty.
     """
+    block_generations: _builtins.bool
+    """True: the engine offers one more descriptor, the last one: its table of block generations, 8 * layout.block_count bytes of shared memory that cannot shrink, one
+    little-endian int64 for each block. The engine raises a block's generation before work begins that writes to the block, unless it has announced nothing of it by `cached`.
+    """
+    engine_id: _builtins.bytes
+    """Equal for all sessions of one engine: matches name GPU caches of other engines of this host, but not its own. At most 128 bytes; empty: they name none."""
     @_builtins.property
     def spec(self) -> _common_pb2.KeyspaceSpec:
         """What the name must mean."""
@@ -354,10 +366,12 @@ class EngineRegister(_message.Message):
         hold_file: _builtins.bool = ...,
         match_only: _builtins.bool = ...,
         version: _common_pb2.PeerVersion | None = ...,
+        block_generations: _builtins.bool = ...,
+        engine_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_generations", b"block_generations", "engine_id", b"engine_id", "engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -549,7 +563,7 @@ class EngineEvent(_message.Message):
     slot: _builtins.int
     """Index into EngineRegister.events."""
     generation: _builtins.int
-    """Counts the recordings of this slot, from 1: it tells a re-recorded event apart."""
+    """Counts the recordings of this slot, from 1: it distinguishes a re-recorded event."""
     def __init__(
         self,
         *,
@@ -732,6 +746,7 @@ class EngineLoadRequest(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     NO_PROGRESS_FIELD_NUMBER: _builtins.int
+    FROM_GPU_FIELD_NUMBER: _builtins.int
     first_chunk_index: _builtins.int
     """Index of the first one in its chain."""
     parent_hash: _builtins.bytes
@@ -752,6 +767,8 @@ class EngineLoadRequest(_message.Message):
     """Leave the first this many tokens of the first chunk untouched (they are the engine's own); 0 to chunk_tokens - 1."""
     no_progress: _builtins.bool
     """The engine waits for `load_done` alone: no `load_progress` is sent."""
+    from_gpu: _builtins.bool
+    """Look for the chunks in GPU caches of other ranks of this host first: a match has named that source. What is not found there is loaded from elsewhere."""
     @_builtins.property
     def after(self) -> Global___EngineEvent:
         """Engine work that must have finished before the blocks are written, as for a store: it may still read what they held before."""
@@ -769,10 +786,11 @@ class EngineLoadRequest(_message.Message):
         block_ids: _builtins.bytes = ...,
         skip_tokens: _builtins.int = ...,
         no_progress: _builtins.bool = ...,
+        from_gpu: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_ids", b"block_ids", "chunk_hashes", b"chunk_hashes", "compute_us_per_token", b"compute_us_per_token", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "no_progress", b"no_progress", "parent_hash", b"parent_hash", "skip_tokens", b"skip_tokens", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_ids", b"block_ids", "chunk_hashes", b"chunk_hashes", "compute_us_per_token", b"compute_us_per_token", "first_chunk_index", b"first_chunk_index", "from_gpu", b"from_gpu", "group_head_hashes", b"group_head_hashes", "no_progress", b"no_progress", "parent_hash", b"parent_hash", "skip_tokens", b"skip_tokens", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -929,6 +947,38 @@ class EngineLeaseHeld(_message.Message):
 Global___EngineLeaseHeld: _TypeAlias = EngineLeaseHeld  # noqa: Y015
 
 @_typing.final
+class EngineCached(_message.Message):
+    """Announces chunks that the engine's cache holds, so that other ranks of this host may copy them. There is no answer. An announcement lasts until the generation of one of the
+    blocks is another one, or another announcement names the chunk or one of its blocks. INVALID_ARGUMENT in a session without `block_generations`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_HASHES_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    chunk_hashes: _builtins.bytes
+    """Concatenated 16-byte hashes of C chunks."""
+    block_ids: _builtins.bytes
+    """Blocks of the chunks, as for a store. The engine's work that wrote them has ended."""
+    generations: _builtins.bytes
+    """Generations of these blocks when their bytes were known to be those of the chunks, as little-endian int64, one for each block."""
+    def __init__(
+        self,
+        *,
+        chunk_hashes: _builtins.bytes = ...,
+        block_ids: _builtins.bytes = ...,
+        generations: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "chunk_hashes", b"chunk_hashes", "generations", b"generations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineCached: _TypeAlias = EngineCached  # noqa: Y015
+
+@_typing.final
 class EngineCancel(_message.Message):
     """Ends a load, store or lease early. The `done` of a load or store still comes, after the agent has stopped touching the blocks; the answer of a lease too, if it did not come yet."""
 
@@ -1001,6 +1051,7 @@ class EngineRequest(_message.Message):
     CLOSE_FIELD_NUMBER: _builtins.int
     EVENT_RECORDED_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the engine, > 0, unique in the session; `kept`, `cancel` and `event_recorded` carry the id of a store or load they speak of."""
@@ -1045,6 +1096,10 @@ class EngineRequest(_message.Message):
         """Keep chunks in staging memory."""
 
     @_builtins.property
+    def cached(self) -> Global___EngineCached:
+        """Chunks that the engine's cache holds."""
+
+    @_builtins.property
     def trace(self) -> _common_pb2.TraceContext:
         """Trace that a match, store, load or lease belongs to. Unset: none."""
 
@@ -1062,13 +1117,14 @@ class EngineRequest(_message.Message):
         close: Global___EngineClose | None = ...,
         event_recorded: Global___EngineEvent | None = ...,
         lease: Global___EngineLeaseRequest | None = ...,
+        cached: Global___EngineCached | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "lease", b"lease", "load", b"load", "match", b"match", "register", b"register", "store", b"store", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "lease", b"lease", "load", b"load", "match", b"match", "register", b"register", "store", b"store", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "lease", b"lease", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "lease", b"lease", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["register", "match", "store", "kept", "load", "cancel", "heartbeat", "close", "event_recorded", "lease"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["register", "match", "store", "kept", "load", "cancel", "heartbeat", "close", "event_recorded", "lease", "cached"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1266,219 +1322,6 @@ class GetAgentStatusResponse(_message.Message):
 Global___GetAgentStatusResponse: _TypeAlias = GetAgentStatusResponse  # noqa: Y015
 
 @_typing.final
-class PeerPull(_message.Message):
-    """Tokens of one request from one source rank. Token t of it (0 to token_count - 1) lies, on each side, in block (first_token + t) / block_tokens of the ids and there at place
-    (first_token + t) % block_tokens: block sizes and layouts may differ. In an opaque keyspace first tokens and token_count are multiples of the block.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SOURCE_SESSION_ID_FIELD_NUMBER: _builtins.int
-    SOURCE_AGENT_FIELD_NUMBER: _builtins.int
-    SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
-    SOURCE_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
-    DESTINATION_BLOCK_IDS_FIELD_NUMBER: _builtins.int
-    DESTINATION_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    source_session_id: _builtins.bytes
-    """16-byte session id of the source rank: same keyspace, not the destination, its cache holding rows of the same codec."""
-    source_agent: _builtins.str
-    """Unix socket of the source rank's agent ("unix:/path") on this host; empty if it is the agent asked."""
-    source_block_ids: _builtins.bytes
-    """Source blocks as little-endian int64, at least as many as the tokens need."""
-    source_first_token: _builtins.int
-    """Tokens of the first source block to leave out; 0 or more, less than the source's block_tokens."""
-    destination_block_ids: _builtins.bytes
-    """Destination blocks, likewise."""
-    destination_first_token: _builtins.int
-    """Tokens of the first destination block to leave untouched, likewise."""
-    token_count: _builtins.int
-    """Tokens to copy, > 0."""
-    def __init__(
-        self,
-        *,
-        source_session_id: _builtins.bytes = ...,
-        source_agent: _builtins.str = ...,
-        source_block_ids: _builtins.bytes = ...,
-        source_first_token: _builtins.int = ...,
-        destination_block_ids: _builtins.bytes = ...,
-        destination_first_token: _builtins.int = ...,
-        token_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_block_ids", b"destination_block_ids", "destination_first_token", b"destination_first_token", "source_agent", b"source_agent", "source_block_ids", b"source_block_ids", "source_first_token", b"source_first_token", "source_session_id", b"source_session_id", "token_count", b"token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PeerPull: _TypeAlias = PeerPull  # noqa: Y015
-
-@_typing.final
-class PeerPullRequest(_message.Message):
-    """Request of PeerPull. Layers and heads that both ranks have are copied, scales of quantized caches with their rows. No byte is written twice: pulls into the same token must come
-    from ranks with other heads or layers. Source slots hold final rows (the GPU work that computes them has ended) and stay pinned by the source engine's scheduler, destination
-    slots are untouched by the destination engine, until this call or EndPeerPull is answered by the agent: a deadline or a broken connection ends the caller's wait, not the copy.
-    What slots hold is the schedulers' word: nothing is verified. After an error the destination slots hold anything.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    PULL_ID_FIELD_NUMBER: _builtins.int
-    PULLS_FIELD_NUMBER: _builtins.int
-    AFTER_FIELD_NUMBER: _builtins.int
-    WAIT_MS_FIELD_NUMBER: _builtins.int
-    PARTIAL_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """16-byte session id of the destination."""
-    pull_id: _builtins.int
-    """Names the pull in EndPeerPull: > 0, never used before in the session, and best growing."""
-    wait_ms: _builtins.int
-    """Give up after this many milliseconds unless the copy has begun; 0 means 10000."""
-    partial: _builtins.bool
-    """True: tokens may be left without some of the destination's layers or heads, which the caller gets elsewhere. Otherwise that is INVALID_ARGUMENT."""
-    @_builtins.property
-    def pulls(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerPull]:
-        """At least one, at most 4096, of at most 1048576 tokens together; at most 64 sources."""
-
-    @_builtins.property
-    def after(self) -> Global___EngineEvent:
-        """Work of the destination engine that must have ended before its slots are written: an event of the session. It may come before its `event_recorded`, which is waited for."""
-
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-        pull_id: _builtins.int = ...,
-        pulls: _abc.Iterable[Global___PeerPull] | None = ...,
-        after: Global___EngineEvent | None = ...,
-        wait_ms: _builtins.int = ...,
-        partial: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "partial", b"partial", "pull_id", b"pull_id", "pulls", b"pulls", "session_id", b"session_id", "wait_ms", b"wait_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PeerPullRequest: _TypeAlias = PeerPullRequest  # noqa: Y015
-
-@_typing.final
-class PeerPulled(_message.Message):
-    """What one of the pulls copied, in model layers and heads."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FIRST_LAYER_FIELD_NUMBER: _builtins.int
-    LAYER_COUNT_FIELD_NUMBER: _builtins.int
-    FIRST_HEAD_FIELD_NUMBER: _builtins.int
-    HEAD_COUNT_FIELD_NUMBER: _builtins.int
-    first_layer: _builtins.int
-    """First layer that both ranks have."""
-    layer_count: _builtins.int
-    """Number of them."""
-    first_head: _builtins.int
-    """First head that both ranks have."""
-    head_count: _builtins.int
-    """Number of them."""
-    def __init__(
-        self,
-        *,
-        first_layer: _builtins.int = ...,
-        layer_count: _builtins.int = ...,
-        first_head: _builtins.int = ...,
-        head_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_head", b"first_head", "first_layer", b"first_layer", "head_count", b"head_count", "layer_count", b"layer_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PeerPulled: _TypeAlias = PeerPulled  # noqa: Y015
-
-@_typing.final
-class PeerPullResponse(_message.Message):
-    """Answer of PeerPull: all of it is in the destination, and every source session was alive when the copy had ended. Source slots need no pin any more."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    COPY_US_FIELD_NUMBER: _builtins.int
-    PULLED_FIELD_NUMBER: _builtins.int
-    size_bytes: _builtins.int
-    """Bytes copied, scales included."""
-    copy_us: _builtins.int
-    """Microseconds from the first launch to the end of the copy on the GPU."""
-    @_builtins.property
-    def pulled(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerPulled]:
-        """Of each of the pulls, in order."""
-
-    def __init__(
-        self,
-        *,
-        size_bytes: _builtins.int = ...,
-        copy_us: _builtins.int = ...,
-        pulled: _abc.Iterable[Global___PeerPulled] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_us", b"copy_us", "pulled", b"pulled", "size_bytes", b"size_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PeerPullResponse: _TypeAlias = PeerPullResponse  # noqa: Y015
-
-@_typing.final
-class EndPeerPullRequest(_message.Message):
-    """Request of EndPeerPull."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    PULL_ID_FIELD_NUMBER: _builtins.int
-    AFTER_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """16-byte session id of the destination."""
-    pull_id: _builtins.int
-    """Of the pull; it is refused if it comes later."""
-    @_builtins.property
-    def after(self) -> Global___EngineEvent:
-        """The event that the pull named, if any: it gets its `event_waited` even if the pull never arrived."""
-
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-        pull_id: _builtins.int = ...,
-        after: Global___EngineEvent | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "pull_id", b"pull_id", "session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EndPeerPullRequest: _TypeAlias = EndPeerPullRequest  # noqa: Y015
-
-@_typing.final
-class EndPeerPullResponse(_message.Message):
-    """Answer of EndPeerPull."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EndPeerPullResponse: _TypeAlias = EndPeerPullResponse  # noqa: Y015
-
-@_typing.final
 class BorrowCache(_message.Message):
     """Asks for a cache."""
 
@@ -1505,6 +1348,32 @@ class BorrowCache(_message.Message):
 Global___BorrowCache: _TypeAlias = BorrowCache  # noqa: Y015
 
 @_typing.final
+class CheckCache(_message.Message):
+    """Asks whether the session is alive and what generations its blocks have: asked after each copy, because mapped memory outlives its engine, and what it holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Of the borrower's choice, > 0."""
+    block_ids: _builtins.bytes
+    """Blocks as little-endian int64."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        block_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckCache: _TypeAlias = CheckCache  # noqa: Y015
+
+@_typing.final
 class LendCacheRequest(_message.Message):
     """Message of a borrowing agent. It ends the stream once it has unmapped the memory."""
 
@@ -1512,17 +1381,19 @@ class LendCacheRequest(_message.Message):
 
     BORROW_FIELD_NUMBER: _builtins.int
     CHECK_FIELD_NUMBER: _builtins.int
-    check: _builtins.int
-    """Asks whether the session is alive, with a number > 0 of the borrower's choice: asked after each copy, because mapped memory outlives its engine."""
     @_builtins.property
     def borrow(self) -> Global___BorrowCache:
         """Must be first, once."""
+
+    @_builtins.property
+    def check(self) -> Global___CheckCache:
+        """Asks whether what was copied counts."""
 
     def __init__(
         self,
         *,
         borrow: Global___BorrowCache | None = ...,
-        check: _builtins.int = ...,
+        check: Global___CheckCache | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["borrow", b"borrow", "check", b"check", "kind", b"kind"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1582,6 +1453,32 @@ class LendCacheEnding(_message.Message):
 Global___LendCacheEnding: _TypeAlias = LendCacheEnding  # noqa: Y015
 
 @_typing.final
+class CacheAlive(_message.Message):
+    """Answer of `check`: the session is alive. There is none after `ending`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Of the check."""
+    generations: _builtins.bytes
+    """Generations of its blocks, as they are now, as little-endian int64."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        generations: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generations", b"generations", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheAlive: _TypeAlias = CacheAlive  # noqa: Y015
+
+@_typing.final
 class LendCacheResponse(_message.Message):
     """Message of a lending agent."""
 
@@ -1590,11 +1487,13 @@ class LendCacheResponse(_message.Message):
     LENT_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
     ENDING_FIELD_NUMBER: _builtins.int
-    alive: _builtins.int
-    """Answer of `check` with its number: the session is alive. There is none after `ending`."""
     @_builtins.property
     def lent(self) -> Global___LentCache:
         """Answer of `borrow`."""
+
+    @_builtins.property
+    def alive(self) -> Global___CacheAlive:
+        """Answer of `check`."""
 
     @_builtins.property
     def ending(self) -> Global___LendCacheEnding:
@@ -1604,7 +1503,7 @@ class LendCacheResponse(_message.Message):
         self,
         *,
         lent: Global___LentCache | None = ...,
-        alive: _builtins.int = ...,
+        alive: Global___CacheAlive | None = ...,
         ending: Global___LendCacheEnding | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "ending", b"ending", "kind", b"kind", "lent", b"lent"]  # noqa: Y015
@@ -1616,3 +1515,111 @@ class LendCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___LendCacheResponse: _TypeAlias = LendCacheResponse  # noqa: Y015
+
+@_typing.final
+class FindCachedChunksRequest(_message.Message):
+    """Request of FindCachedChunks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    CHUNK_HASHES_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    keyspace_id: _builtins.bytes
+    """16-byte keyspace id."""
+    chunk_hashes: _builtins.bytes
+    """Concatenated 16-byte hashes."""
+    engine_id: _builtins.bytes
+    """Sessions of this engine are left out."""
+    def __init__(
+        self,
+        *,
+        keyspace_id: _builtins.bytes = ...,
+        chunk_hashes: _builtins.bytes = ...,
+        engine_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_hashes", b"chunk_hashes", "engine_id", b"engine_id", "keyspace_id", b"keyspace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindCachedChunksRequest: _TypeAlias = FindCachedChunksRequest  # noqa: Y015
+
+@_typing.final
+class CachedChunks(_message.Message):
+    """Chunks that one session's cache holds, N of those asked for, each in B blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    LAYER_COUNT_FIELD_NUMBER: _builtins.int
+    FIRST_HEAD_FIELD_NUMBER: _builtins.int
+    HEAD_COUNT_FIELD_NUMBER: _builtins.int
+    SCALES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    """16-byte session id."""
+    first_layer: _builtins.int
+    """First model layer of the cache."""
+    layer_count: _builtins.int
+    """Number of its layers."""
+    first_head: _builtins.int
+    """First KV head of the cache."""
+    head_count: _builtins.int
+    """Number of its heads."""
+    scales: _builtins.bool
+    """Whether its rows have separate scales."""
+    positions: _builtins.bytes
+    """Positions among the hashes asked for, ascending, as little-endian int64: N of them."""
+    block_ids: _builtins.bytes
+    """Blocks of the chunks, one chunk after the other, as little-endian int64: N * B of them."""
+    generations: _builtins.bytes
+    """Generations of these blocks when the chunks were announced, which are their generations now."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        first_layer: _builtins.int = ...,
+        layer_count: _builtins.int = ...,
+        first_head: _builtins.int = ...,
+        head_count: _builtins.int = ...,
+        scales: _builtins.bool = ...,
+        positions: _builtins.bytes = ...,
+        block_ids: _builtins.bytes = ...,
+        generations: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "first_head", b"first_head", "first_layer", b"first_layer", "generations", b"generations", "head_count", b"head_count", "layer_count", b"layer_count", "positions", b"positions", "scales", b"scales", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedChunks: _TypeAlias = CachedChunks  # noqa: Y015
+
+@_typing.final
+class FindCachedChunksResponse(_message.Message):
+    """Answer of FindCachedChunks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def caches(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedChunks]:
+        """One for each session that has some of the chunks."""
+
+    def __init__(
+        self,
+        *,
+        caches: _abc.Iterable[Global___CachedChunks] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caches", b"caches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindCachedChunksResponse: _TypeAlias = FindCachedChunksResponse  # noqa: Y015

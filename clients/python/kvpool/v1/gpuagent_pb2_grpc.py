@@ -51,20 +51,15 @@ class GpuAgentServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.GetAgentStatusRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.GetAgentStatusResponse.FromString,
                 _registered_method=True)
-        self.PeerPull = channel.unary_unary(
-                '/kvpool.v1.GpuAgentService/PeerPull',
-                request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullResponse.FromString,
-                _registered_method=True)
-        self.EndPeerPull = channel.unary_unary(
-                '/kvpool.v1.GpuAgentService/EndPeerPull',
-                request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullResponse.FromString,
-                _registered_method=True)
         self.LendCache = channel.stream_stream(
                 '/kvpool.v1.GpuAgentService/LendCache',
                 request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.LendCacheRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.LendCacheResponse.FromString,
+                _registered_method=True)
+        self.FindCachedChunks = channel.unary_unary(
+                '/kvpool.v1.GpuAgentService/FindCachedChunks',
+                request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.FindCachedChunksRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.FindCachedChunksResponse.FromString,
                 _registered_method=True)
 
 
@@ -101,35 +96,6 @@ class GpuAgentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PeerPull(self, request, context):
-        """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers
-        of a source in one launch; see PeerPullRequest.
-
-        Errors:
-        - INVALID_ARGUMENT: naming the argument that does not fit.
-        - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): a session is not there, or is of another keyspace.
-        - ABORTED (STOPPED): a session ended, or EndPeerPull came.
-        - UNAVAILABLE: the agent of a source cannot be reached.
-        - DEADLINE_EXCEEDED: after wait_ms.
-        - RESOURCE_EXHAUSTED (OVERLOADED): too many pulls into the session run or wait.
-        - UNIMPLEMENTED: the device or the machine cannot.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def EndPeerPull(self, request, context):
-        """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of
-        PeerPull got lost, also if it never arrived.
-
-        Errors:
-        - INVALID_ARGUMENT: a malformed id.
-        - FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def LendCache(self, request_iterator, context):
         """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first
         message is `borrow`.
@@ -140,6 +106,17 @@ class GpuAgentServiceServicer(object):
         - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
         - UNIMPLEMENTED: memory that is not a GPU's.
         - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindCachedChunks(self, request, context):
+        """Between agents of one host: which of some chunks lie in caches of this agent's sessions, and in which of their blocks.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed message.
+        - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,20 +135,15 @@ def add_GpuAgentServiceServicer_to_server(servicer, server):
                     request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.GetAgentStatusRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.GetAgentStatusResponse.SerializeToString,
             ),
-            'PeerPull': grpc.unary_unary_rpc_method_handler(
-                    servicer.PeerPull,
-                    request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullResponse.SerializeToString,
-            ),
-            'EndPeerPull': grpc.unary_unary_rpc_method_handler(
-                    servicer.EndPeerPull,
-                    request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullResponse.SerializeToString,
-            ),
             'LendCache': grpc.stream_stream_rpc_method_handler(
                     servicer.LendCache,
                     request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.LendCacheRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.LendCacheResponse.SerializeToString,
+            ),
+            'FindCachedChunks': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindCachedChunks,
+                    request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.FindCachedChunksRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.FindCachedChunksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -246,60 +218,6 @@ class GpuAgentService(object):
             _registered_method=True)
 
     @staticmethod
-    def PeerPull(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvpool.v1.GpuAgentService/PeerPull',
-            kvpool_dot_v1_dot_gpuagent__pb2.PeerPullRequest.SerializeToString,
-            kvpool_dot_v1_dot_gpuagent__pb2.PeerPullResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def EndPeerPull(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvpool.v1.GpuAgentService/EndPeerPull',
-            kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullRequest.SerializeToString,
-            kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def LendCache(request_iterator,
             target,
             options=(),
@@ -316,6 +234,33 @@ class GpuAgentService(object):
             '/kvpool.v1.GpuAgentService/LendCache',
             kvpool_dot_v1_dot_gpuagent__pb2.LendCacheRequest.SerializeToString,
             kvpool_dot_v1_dot_gpuagent__pb2.LendCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindCachedChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.GpuAgentService/FindCachedChunks',
+            kvpool_dot_v1_dot_gpuagent__pb2.FindCachedChunksRequest.SerializeToString,
+            kvpool_dot_v1_dot_gpuagent__pb2.FindCachedChunksResponse.FromString,
             options,
             channel_credentials,
             insecure,

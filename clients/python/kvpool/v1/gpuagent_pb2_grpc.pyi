@@ -55,27 +55,6 @@ class GpuAgentServiceStub:
 
     No errors of its own.
     """
-    PeerPull: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.PeerPullRequest, _gpuagent_pb2.PeerPullResponse]
-    """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers
-    of a source in one launch; see PeerPullRequest.
-
-    Errors:
-    - INVALID_ARGUMENT: naming the argument that does not fit.
-    - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): a session is not there, or is of another keyspace.
-    - ABORTED (STOPPED): a session ended, or EndPeerPull came.
-    - UNAVAILABLE: the agent of a source cannot be reached.
-    - DEADLINE_EXCEEDED: after wait_ms.
-    - RESOURCE_EXHAUSTED (OVERLOADED): too many pulls into the session run or wait.
-    - UNIMPLEMENTED: the device or the machine cannot.
-    """
-    EndPeerPull: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.EndPeerPullRequest, _gpuagent_pb2.EndPeerPullResponse]
-    """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of
-    PeerPull got lost, also if it never arrived.
-
-    Errors:
-    - INVALID_ARGUMENT: a malformed id.
-    - FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
-    """
     LendCache: _grpc.StreamStreamMultiCallable[_gpuagent_pb2.LendCacheRequest, _gpuagent_pb2.LendCacheResponse]
     """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first
     message is `borrow`.
@@ -86,6 +65,13 @@ class GpuAgentServiceStub:
     - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
     - UNIMPLEMENTED: memory that is not a GPU's.
     - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
+    """
+    FindCachedChunks: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.FindCachedChunksRequest, _gpuagent_pb2.FindCachedChunksResponse]
+    """Between agents of one host: which of some chunks lie in caches of this agent's sessions, and in which of their blocks.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed message.
+    - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
     """
 
 @_typing.type_check_only
@@ -115,27 +101,6 @@ class GpuAgentServiceAsyncStub(GpuAgentServiceStub):
 
     No errors of its own.
     """
-    PeerPull: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.PeerPullRequest, _gpuagent_pb2.PeerPullResponse]  # type: ignore[assignment]
-    """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers
-    of a source in one launch; see PeerPullRequest.
-
-    Errors:
-    - INVALID_ARGUMENT: naming the argument that does not fit.
-    - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): a session is not there, or is of another keyspace.
-    - ABORTED (STOPPED): a session ended, or EndPeerPull came.
-    - UNAVAILABLE: the agent of a source cannot be reached.
-    - DEADLINE_EXCEEDED: after wait_ms.
-    - RESOURCE_EXHAUSTED (OVERLOADED): too many pulls into the session run or wait.
-    - UNIMPLEMENTED: the device or the machine cannot.
-    """
-    EndPeerPull: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.EndPeerPullRequest, _gpuagent_pb2.EndPeerPullResponse]  # type: ignore[assignment]
-    """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of
-    PeerPull got lost, also if it never arrived.
-
-    Errors:
-    - INVALID_ARGUMENT: a malformed id.
-    - FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
-    """
     LendCache: _aio.StreamStreamMultiCallable[_gpuagent_pb2.LendCacheRequest, _gpuagent_pb2.LendCacheResponse]  # type: ignore[assignment]
     """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first
     message is `borrow`.
@@ -146,6 +111,13 @@ class GpuAgentServiceAsyncStub(GpuAgentServiceStub):
     - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
     - UNIMPLEMENTED: memory that is not a GPU's.
     - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
+    """
+    FindCachedChunks: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.FindCachedChunksRequest, _gpuagent_pb2.FindCachedChunksResponse]  # type: ignore[assignment]
+    """Between agents of one host: which of some chunks lie in caches of this agent's sessions, and in which of their blocks.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed message.
+    - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
     """
 
 class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -186,39 +158,6 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def PeerPull(
-        self,
-        request: _gpuagent_pb2.PeerPullRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_gpuagent_pb2.PeerPullResponse, _abc.Awaitable[_gpuagent_pb2.PeerPullResponse]]:
-        """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers
-        of a source in one launch; see PeerPullRequest.
-
-        Errors:
-        - INVALID_ARGUMENT: naming the argument that does not fit.
-        - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): a session is not there, or is of another keyspace.
-        - ABORTED (STOPPED): a session ended, or EndPeerPull came.
-        - UNAVAILABLE: the agent of a source cannot be reached.
-        - DEADLINE_EXCEEDED: after wait_ms.
-        - RESOURCE_EXHAUSTED (OVERLOADED): too many pulls into the session run or wait.
-        - UNIMPLEMENTED: the device or the machine cannot.
-        """
-
-    @_abc_1.abstractmethod
-    def EndPeerPull(
-        self,
-        request: _gpuagent_pb2.EndPeerPullRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_gpuagent_pb2.EndPeerPullResponse, _abc.Awaitable[_gpuagent_pb2.EndPeerPullResponse]]:
-        """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of
-        PeerPull got lost, also if it never arrived.
-
-        Errors:
-        - INVALID_ARGUMENT: a malformed id.
-        - FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
-        """
-
-    @_abc_1.abstractmethod
     def LendCache(
         self,
         request_iterator: _MaybeAsyncIterator[_gpuagent_pb2.LendCacheRequest],
@@ -233,6 +172,19 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
         - UNIMPLEMENTED: memory that is not a GPU's.
         - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
+        """
+
+    @_abc_1.abstractmethod
+    def FindCachedChunks(
+        self,
+        request: _gpuagent_pb2.FindCachedChunksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gpuagent_pb2.FindCachedChunksResponse, _abc.Awaitable[_gpuagent_pb2.FindCachedChunksResponse]]:
+        """Between agents of one host: which of some chunks lie in caches of this agent's sessions, and in which of their blocks.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed message.
+        - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
         """
 
 def add_GpuAgentServiceServicer_to_server(servicer: GpuAgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -454,7 +454,7 @@ class RegisterNodeRequest(_message.Message):
     last_incarnation: _builtins.int
     """The last incarnation the node remembers on its own disk; the granted one is higher. 0 if none."""
     process_id: _builtins.bytes
-    """16 random bytes of the registering process, the same in all its registrations. Empty: registrations are not told apart, and each asks for what it says."""
+    """16 random bytes of the registering process, the same in all its registrations. Empty: registrations are not distinguished, and each asks for what it says."""
     attempt: _builtins.int
     """Number of this registration among those of its process, from 1; unused without process_id. One that is not above the highest seen arrived late or twice: it changes nothing and
     is answered with what was granted last. Asking for a new incarnation again gets a process the one that it has.
@@ -934,6 +934,44 @@ class AnnounceBatch(_message.Message):
 Global___AnnounceBatch: _TypeAlias = AnnounceBatch  # noqa: Y015
 
 @_typing.final
+class HeldChunks(_message.Message):
+    """Chunks of one keyspace of which a node holds the same shards in one tier, in columns: a node that starts sends millions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    CHUNK_HASHES_FIELD_NUMBER: _builtins.int
+    GROUP_HEAD_HASHES_FIELD_NUMBER: _builtins.int
+    keyspace_id: _builtins.bytes
+    """16-byte keyspace id."""
+    tier: _common_pb2.Tier.ValueType
+    """Tier that has them."""
+    shards: _builtins.int
+    """What it has of each chunk."""
+    chunk_hashes: _builtins.bytes
+    """16 bytes of each chunk: its hash."""
+    group_head_hashes: _builtins.bytes
+    """16 bytes of each chunk: the hash of its chain group's head."""
+    def __init__(
+        self,
+        *,
+        keyspace_id: _builtins.bytes = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
+        shards: _builtins.int = ...,
+        chunk_hashes: _builtins.bytes = ...,
+        group_head_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_hashes", b"chunk_hashes", "group_head_hashes", b"group_head_hashes", "keyspace_id", b"keyspace_id", "shards", b"shards", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldChunks: _TypeAlias = HeldChunks  # noqa: Y015
+
+@_typing.final
 class AnnounceRequest(_message.Message):
     """Client message of Announce."""
 
@@ -988,7 +1026,7 @@ class ReplaceRange(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     FIRST_BUCKET_FIELD_NUMBER: _builtins.int
     LAST_BUCKET_FIELD_NUMBER: _builtins.int
-    LOCATIONS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Position in the announce sequence; acknowledged like that of a batch."""
     first_bucket: _builtins.int
@@ -996,8 +1034,8 @@ class ReplaceRange(_message.Message):
     last_bucket: _builtins.int
     """Last bucket, inclusive, first_bucket to 65535."""
     @_builtins.property
-    def locations(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocationChange]:
-        """The node's whole truth for the range, one item for each chunk and tier that it holds (removed_shards is not read). At most the limit of GetIndexInfo."""
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldChunks]:
+        """The node's whole truth for the range, each chunk once for each tier that it is in. At most as many as the limit of GetIndexInfo."""
 
     def __init__(
         self,
@@ -1005,11 +1043,11 @@ class ReplaceRange(_message.Message):
         sequence: _builtins.int = ...,
         first_bucket: _builtins.int = ...,
         last_bucket: _builtins.int = ...,
-        locations: _abc.Iterable[Global___LocationChange] | None = ...,
+        held: _abc.Iterable[Global___HeldChunks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_bucket", b"first_bucket", "last_bucket", b"last_bucket", "locations", b"locations", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_bucket", b"first_bucket", "held", b"held", "last_bucket", b"last_bucket", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1025,7 +1063,7 @@ class ReplacePart(_message.Message):
     KEYSPACE_ID_FIELD_NUMBER: _builtins.int
     GROUP_HEAD_HASH_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
-    LOCATIONS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Position in the announce sequence; acknowledged like that of a batch."""
     keyspace_id: _builtins.bytes
@@ -1035,8 +1073,8 @@ class ReplacePart(_message.Message):
     part: _builtins.int
     """Which chunks: those whose hash begins with this byte, 0 to 255."""
     @_builtins.property
-    def locations(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocationChange]:
-        """The node's whole truth for the part, one item for each chunk and tier that it holds (removed_shards is not read). At most four times the limit of GetIndexInfo."""
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldChunks]:
+        """The node's whole truth for the part, each chunk once for each tier that it is in. At most four times the limit of GetIndexInfo."""
 
     def __init__(
         self,
@@ -1045,11 +1083,11 @@ class ReplacePart(_message.Message):
         keyspace_id: _builtins.bytes = ...,
         group_head_hash: _builtins.bytes = ...,
         part: _builtins.int = ...,
-        locations: _abc.Iterable[Global___LocationChange] | None = ...,
+        held: _abc.Iterable[Global___HeldChunks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_head_hash", b"group_head_hash", "keyspace_id", b"keyspace_id", "locations", b"locations", "part", b"part", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_head_hash", b"group_head_hash", "held", b"held", "keyspace_id", b"keyspace_id", "part", b"part", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1628,7 +1666,7 @@ class HeartbeatEvent(_message.Message):
     age_ms: _builtins.int
     """Milliseconds since the log's end was looked up: every event that was in the log then has been sent before this message."""
     watch_age_ms: _builtins.int
-    """Milliseconds since the server opened this watch, by a clock of its own that only goes forward, when it made this message: tells a receiver how long the message waited for
+    """Milliseconds since the server opened this watch, by a clock of its own that only goes forward, when it made this message: a receiver learns from it how long the message waited for
     it. At least 1; unset in messages of a server that does not tell.
     """
     def __init__(
@@ -1698,6 +1736,50 @@ class WatchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class ListChainGroupsRequest(_message.Message):
+    """Request of ListChainGroups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    keyspace_id: _builtins.bytes
+    """16-byte keyspace id."""
+    def __init__(
+        self,
+        *,
+        keyspace_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_id", b"keyspace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListChainGroupsRequest: _TypeAlias = ListChainGroupsRequest  # noqa: Y015
+
+@_typing.final
+class ListChainGroupsResponse(_message.Message):
+    """Some of the groups. The stream ends with OK when all were sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_HEAD_HASHES_FIELD_NUMBER: _builtins.int
+    group_head_hashes: _builtins.bytes
+    """16-byte hashes of the groups' heads, one after the other; at most 16,384."""
+    def __init__(
+        self,
+        *,
+        group_head_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_head_hashes", b"group_head_hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListChainGroupsResponse: _TypeAlias = ListChainGroupsResponse  # noqa: Y015
 
 @_typing.final
 class DropKeyspaceLocationsRequest(_message.Message):

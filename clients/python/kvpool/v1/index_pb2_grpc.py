@@ -117,6 +117,11 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.WatchRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.ListChainGroups = channel.unary_stream(
+                '/kvpool.v1.IndexService/ListChainGroups',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.ListChainGroupsRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.ListChainGroupsResponse.FromString,
+                _registered_method=True)
         self.DropKeyspaceLocations = channel.unary_unary(
                 '/kvpool.v1.IndexService/DropKeyspaceLocations',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.DropKeyspaceLocationsRequest.SerializeToString,
@@ -282,7 +287,7 @@ class IndexServiceServicer(object):
 
     def MatchStream(self, request_iterator, context):
         """The same on an open stream, for hot callers. Answers carry the request id and may come out of order. A request that
-        fails, also for want of the store, is answered with `error` set, and the stream stays open.
+        fails, also because the store is unreachable, is answered with `error` set, and the stream stays open.
 
         No errors of its own.
         """
@@ -321,6 +326,19 @@ class IndexServiceServicer(object):
         - INVALID_ARGUMENT: a malformed position or keyspace id.
         - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListChainGroups(self, request, context):
+        """The chain groups of a keyspace in which any chunk is stored, of nodes that are alive and of others: for receivers that
+        want to know what is stored nowhere. A group that gets its first chunk after the call began may be missing: its event
+        says so to whoever watched before. One may come twice.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed keyspace id.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -460,6 +478,11 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.WatchRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.WatchResponse.SerializeToString,
+            ),
+            'ListChainGroups': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListChainGroups,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.ListChainGroupsRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.ListChainGroupsResponse.SerializeToString,
             ),
             'DropKeyspaceLocations': grpc.unary_unary_rpc_method_handler(
                     servicer.DropKeyspaceLocations,
@@ -900,6 +923,33 @@ class IndexService(object):
             '/kvpool.v1.IndexService/Watch',
             kvpool_dot_v1_dot_index__pb2.WatchRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListChainGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvpool.v1.IndexService/ListChainGroups',
+            kvpool_dot_v1_dot_index__pb2.ListChainGroupsRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.ListChainGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

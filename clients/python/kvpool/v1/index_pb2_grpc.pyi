@@ -124,7 +124,7 @@ class IndexServiceStub:
     """
     MatchStream: _grpc.StreamStreamMultiCallable[_index_pb2.MatchStreamRequest, _index_pb2.MatchStreamResponse]
     """The same on an open stream, for hot callers. Answers carry the request id and may come out of order. A request that
-    fails, also for want of the store, is answered with `error` set, and the stream stays open.
+    fails, also because the store is unreachable, is answered with `error` set, and the stream stays open.
 
     No errors of its own.
     """
@@ -151,6 +151,15 @@ class IndexServiceStub:
     - INVALID_ARGUMENT: a malformed position or keyspace id.
     - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
+    """
+    ListChainGroups: _grpc.UnaryStreamMultiCallable[_index_pb2.ListChainGroupsRequest, _index_pb2.ListChainGroupsResponse]
+    """The chain groups of a keyspace in which any chunk is stored, of nodes that are alive and of others: for receivers that
+    want to know what is stored nowhere. A group that gets its first chunk after the call began may be missing: its event
+    says so to whoever watched before. One may come twice.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed keyspace id.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     """
     DropKeyspaceLocations: _grpc.UnaryUnaryMultiCallable[_index_pb2.DropKeyspaceLocationsRequest, _index_pb2.DropKeyspaceLocationsResponse]
     """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear.
@@ -286,7 +295,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     """
     MatchStream: _aio.StreamStreamMultiCallable[_index_pb2.MatchStreamRequest, _index_pb2.MatchStreamResponse]  # type: ignore[assignment]
     """The same on an open stream, for hot callers. Answers carry the request id and may come out of order. A request that
-    fails, also for want of the store, is answered with `error` set, and the stream stays open.
+    fails, also because the store is unreachable, is answered with `error` set, and the stream stays open.
 
     No errors of its own.
     """
@@ -313,6 +322,15 @@ class IndexServiceAsyncStub(IndexServiceStub):
     - INVALID_ARGUMENT: a malformed position or keyspace id.
     - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
+    """
+    ListChainGroups: _aio.UnaryStreamMultiCallable[_index_pb2.ListChainGroupsRequest, _index_pb2.ListChainGroupsResponse]  # type: ignore[assignment]
+    """The chain groups of a keyspace in which any chunk is stored, of nodes that are alive and of others: for receivers that
+    want to know what is stored nowhere. A group that gets its first chunk after the call began may be missing: its event
+    says so to whoever watched before. One may come twice.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed keyspace id.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     """
     DropKeyspaceLocations: _aio.UnaryUnaryMultiCallable[_index_pb2.DropKeyspaceLocationsRequest, _index_pb2.DropKeyspaceLocationsResponse]  # type: ignore[assignment]
     """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear.
@@ -517,7 +535,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_index_pb2.MatchStreamResponse], _abc.AsyncIterator[_index_pb2.MatchStreamResponse]]:
         """The same on an open stream, for hot callers. Answers carry the request id and may come out of order. A request that
-        fails, also for want of the store, is answered with `error` set, and the stream stays open.
+        fails, also because the store is unreachable, is answered with `error` set, and the stream stays open.
 
         No errors of its own.
         """
@@ -562,6 +580,21 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         - INVALID_ARGUMENT: a malformed position or keyspace id.
         - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
+        """
+
+    @_abc_1.abstractmethod
+    def ListChainGroups(
+        self,
+        request: _index_pb2.ListChainGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_index_pb2.ListChainGroupsResponse], _abc.AsyncIterator[_index_pb2.ListChainGroupsResponse]]:
+        """The chain groups of a keyspace in which any chunk is stored, of nodes that are alive and of others: for receivers that
+        want to know what is stored nowhere. A group that gets its first chunk after the call began may be missing: its event
+        says so to whoever watched before. One may come twice.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed keyspace id.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         """
 
     @_abc_1.abstractmethod

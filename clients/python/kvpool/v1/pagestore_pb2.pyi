@@ -157,7 +157,7 @@ class SessionOpen(_message.Message):
     wants_arena: _builtins.bool
     """True to get segment descriptors over the raw unix socket (same host only)."""
     trusts_arena: _builtins.bool
-    """True if the session takes pages that nothing has summed yet and does not verify what it reads: pages that were committed
+    """True if the session takes pages that nothing has sealed yet and does not verify what it reads: pages that were committed
     `unsealed` are granted to it as they are. False: they are sealed before they are granted.
     """
     @_builtins.property
@@ -308,7 +308,7 @@ class ReserveItem(_message.Message):
     key: _builtins.bytes
     """34-byte page key."""
     page_bytes: _builtins.int
-    """Exact page bytes: header + payload + sum table. INVALID_ARGUMENT if it is not what the keyspace's shard has."""
+    """Exact page bytes: header + payload. INVALID_ARGUMENT if it is not what the keyspace's shard has."""
     @_builtins.property
     def metadata(self) -> _common_pb2.PageMetadata:
         """Kept beside the page."""
@@ -345,7 +345,7 @@ class Slot(_message.Message):
     offset: _builtins.int
     """Byte offset in the segment, a multiple of 4096."""
     page_bytes: _builtins.int
-    """Page bytes (header + payload + sum table)."""
+    """Page bytes (header + payload)."""
     def __init__(
         self,
         *,
@@ -694,7 +694,7 @@ Global___SpanFailure: _TypeAlias = SpanFailure  # noqa: Y015
 
 @_typing.final
 class CommitRequest(_message.Message):
-    """Makes written pages visible. Each page's header and sum table must be in place; the pagestore verifies them before it
+    """Makes written pages visible. Each page's header must be in place; the pagestore verifies the pages before it
     answers. Unless the pages are `unsealed`.
     """
 
@@ -703,7 +703,7 @@ class CommitRequest(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     UNSEALED_FIELD_NUMBER: _builtins.int
     unsealed: _builtins.bool
-    """True if only the payload is in place: header and sum table are the pagestore's to write, before the page leaves this
+    """True if only the payload is in place: the header is the pagestore's to write, before the page leaves this
     host's memory or is granted to a session that does not trust the arena. Only sessions that said `trusts_arena`.
     """
     @_builtins.property
@@ -1896,7 +1896,7 @@ class ReadPagesRequest(_message.Message):
     frame_bytes: _builtins.int
     """Payload piece of one frame: 64 KiB to 4 MiB; 0 means 1 MiB. The last piece of a page may have up to 32 KiB more."""
     verify: _builtins.bool
-    """Verify the pages here instead of sending them: for a reader that received pages which fail their sums. A copy that fails
+    """Verify the pages here instead of sending them: for a reader that received pages which do not verify. A copy that fails
     is dropped and answers OUTCOME_MISS with PAGE_CORRUPT; a page that verifies stays, and answers OUTCOME_HIT without bytes.
     """
     @_builtins.property

@@ -131,7 +131,7 @@ class PageStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages
+        """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and notifies the index. Leased pages
         go when released.
 
         Errors:
@@ -191,7 +191,7 @@ class PageStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is
+        """Gives chunks up before their time, from staging alone or from staging and disk, and notifies the index. What was evicted is
         not served from the moment of the call; it is gone from the disk when the call answers. Leased pages go when released.
         What is stored while the call runs may stay.
 
@@ -217,7 +217,7 @@ class PageStoreServiceServicer(object):
 
     def ListChunks(self, request, context):
         """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
-        A chunk that comes or goes meanwhile may be told of or not.
+        A chunk that is added or removed meanwhile may or may not be listed.
 
         Errors:
         - INVALID_ARGUMENT: a malformed id or count.
@@ -627,7 +627,7 @@ class PageTransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WritePages(self, request_iterator, context):
-        """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were
+        """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and it was
         verified; a page that fails is DATA_LOSS in its result and never visible.
 
         Errors:

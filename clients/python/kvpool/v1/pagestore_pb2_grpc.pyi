@@ -59,7 +59,7 @@ class PageStoreServiceStub:
     - INVALID_ARGUMENT: a malformed id.
     """
     Clear: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.ClearRequest, _pagestore_pb2.ClearResponse]
-    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages
+    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and notifies the index. Leased pages
     go when released.
 
     Errors:
@@ -99,7 +99,7 @@ class PageStoreServiceStub:
     - UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
     """
     Evict: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.EvictRequest, _pagestore_pb2.EvictResponse]
-    """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is
+    """Gives chunks up before their time, from staging alone or from staging and disk, and notifies the index. What was evicted is
     not served from the moment of the call; it is gone from the disk when the call answers. Leased pages go when released.
     What is stored while the call runs may stay.
 
@@ -117,7 +117,7 @@ class PageStoreServiceStub:
     """
     ListChunks: _grpc.UnaryStreamMultiCallable[_pagestore_pb2.ListChunksRequest, _pagestore_pb2.ListChunksResponse]
     """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
-    A chunk that comes or goes meanwhile may be told of or not.
+    A chunk that is added or removed meanwhile may or may not be listed.
 
     Errors:
     - INVALID_ARGUMENT: a malformed id or count.
@@ -154,7 +154,7 @@ class PageStoreServiceAsyncStub(PageStoreServiceStub):
     - INVALID_ARGUMENT: a malformed id.
     """
     Clear: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.ClearRequest, _pagestore_pb2.ClearResponse]  # type: ignore[assignment]
-    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages
+    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and notifies the index. Leased pages
     go when released.
 
     Errors:
@@ -194,7 +194,7 @@ class PageStoreServiceAsyncStub(PageStoreServiceStub):
     - UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
     """
     Evict: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.EvictRequest, _pagestore_pb2.EvictResponse]  # type: ignore[assignment]
-    """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is
+    """Gives chunks up before their time, from staging alone or from staging and disk, and notifies the index. What was evicted is
     not served from the moment of the call; it is gone from the disk when the call answers. Leased pages go when released.
     What is stored while the call runs may stay.
 
@@ -212,7 +212,7 @@ class PageStoreServiceAsyncStub(PageStoreServiceStub):
     """
     ListChunks: _aio.UnaryStreamMultiCallable[_pagestore_pb2.ListChunksRequest, _pagestore_pb2.ListChunksResponse]  # type: ignore[assignment]
     """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
-    A chunk that comes or goes meanwhile may be told of or not.
+    A chunk that is added or removed meanwhile may or may not be listed.
 
     Errors:
     - INVALID_ARGUMENT: a malformed id or count.
@@ -264,7 +264,7 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.ClearRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.ClearResponse, _abc.Awaitable[_pagestore_pb2.ClearResponse]]:
-        """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages
+        """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and notifies the index. Leased pages
         go when released.
 
         Errors:
@@ -334,7 +334,7 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.EvictResponse, _abc.Awaitable[_pagestore_pb2.EvictResponse]]:
-        """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is
+        """Gives chunks up before their time, from staging alone or from staging and disk, and notifies the index. What was evicted is
         not served from the moment of the call; it is gone from the disk when the call answers. Leased pages go when released.
         What is stored while the call runs may stay.
 
@@ -364,7 +364,7 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.ListChunksResponse], _abc.AsyncIterator[_pagestore_pb2.ListChunksResponse]]:
         """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
-        A chunk that comes or goes meanwhile may be told of or not.
+        A chunk that is added or removed meanwhile may or may not be listed.
 
         Errors:
         - INVALID_ARGUMENT: a malformed id or count.
@@ -399,7 +399,7 @@ class PageTransferServiceStub:
     - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
     """
     WritePages: _grpc.StreamStreamMultiCallable[_pagestore_pb2.WritePagesRequest, _pagestore_pb2.WritePagesResponse]
-    """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were
+    """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and it was
     verified; a page that fails is DATA_LOSS in its result and never visible.
 
     Errors:
@@ -432,7 +432,7 @@ class PageTransferServiceAsyncStub(PageTransferServiceStub):
     - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
     """
     WritePages: _aio.StreamStreamMultiCallable[_pagestore_pb2.WritePagesRequest, _pagestore_pb2.WritePagesResponse]  # type: ignore[assignment]
-    """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were
+    """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and it was
     verified; a page that fails is DATA_LOSS in its result and never visible.
 
     Errors:
@@ -474,7 +474,7 @@ class PageTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_pagestore_pb2.WritePagesRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.WritePagesResponse], _abc.AsyncIterator[_pagestore_pb2.WritePagesResponse]]:
-        """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were
+        """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and it was
         verified; a page that fails is DATA_LOSS in its result and never visible.
 
         Errors:

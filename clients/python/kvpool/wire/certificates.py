@@ -1,4 +1,4 @@
-"""What people and metrics are told of certificates: the dates and the kind of key of X.509, read from PEM.
+"""What logs and metrics report of certificates: the dates and the kind of key of X.509, read from PEM.
 
 Whether a certificate is to be trusted is decided by OpenSSL and gRPC alone.
 """

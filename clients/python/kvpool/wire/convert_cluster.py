@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from struct import Struct
 
 from kvpool.core import cluster
 from kvpool.core.addresses import check_label, check_node_addresses
@@ -13,6 +15,8 @@ from kvpool.core.outcome import Tier
 from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, enum_from_proto, is_newer
 
+_HASH_BYTES = 16
+_HASH = Struct(f"{_HASH_BYTES}s")
 _KEPT_PARTS = 1024
 _LAST_TIER = max(Tier)
 
@@ -158,16 +162,63 @@ def location_change_from_proto(message: index_pb2.LocationChange) -> cluster.Loc
     )
 
 
-def part_span_to_proto(
-    span: PartSpan, sequence: int, locations: Sequence[index_pb2.LocationChange]
-) -> index_pb2.ReplacePart:
+def held_chunks_to_proto(changes: Iterable[cluster.LocationChange]) -> list[index_pb2.HeldChunks]:
+    """What is added by changes that remove nothing: those alike in one message."""
+    alike: dict[tuple[bytes, Tier, int], tuple[list[bytes], list[bytes]]] = {}
+    for keyspace, chunk_hash, group_head_hash, tier, shards, _ in changes:
+        kind = (keyspace, tier, shards)
+        columns = alike.get(kind)
+        if columns is None:
+            columns = alike[kind] = ([], [])
+        columns[0].append(chunk_hash)
+        columns[1].append(group_head_hash)
+    return [
+        index_pb2.HeldChunks(
+            keyspace_id=keyspace,
+            tier=common_pb2.Tier.ValueType(tier),
+            shards=shards,
+            chunk_hashes=b"".join(hashes),
+            group_head_hashes=b"".join(heads),
+        )
+        for (keyspace, tier, shards), (hashes, heads) in alike.items()
+    ]
+
+
+def held_chunks_from_proto(messages: Sequence[index_pb2.HeldChunks], *, most: int) -> list[cluster.LocationChange]:
+    """The inverse. Raises InvalidRequest for more than `most` chunks, or naming the malformed item."""
+    chunk_count = sum(len(one.chunk_hashes) for one in messages) // _HASH_BYTES
+    if chunk_count > most:
+        raise InvalidRequest(f"{chunk_count} chunks in one batch, at most {most} are allowed; split the request")
+    return list(chain.from_iterable(convert_items(messages, _held_from_proto, "item of held", most=most)))
+
+
+def _held_from_proto(message: index_pb2.HeldChunks) -> Iterator[cluster.LocationChange]:
+    keyspace = check_id(message.keyspace_id, "keyspace_id")
+    tier = enum_from_proto(message.tier, Tier, "tier")
+    hashes, heads = message.chunk_hashes, message.group_head_hashes
+    if not hashes:
+        raise InvalidRequest("chunk_hashes names no chunk")
+    if len(hashes) % _HASH_BYTES or len(heads) != len(hashes):
+        raise InvalidRequest(
+            f"chunk_hashes and group_head_hashes must have {_HASH_BYTES} bytes for each chunk, "
+            f"got {len(hashes)} and {len(heads)}"
+        )
+    columns = repeat(keyspace), _hashes(hashes), _hashes(heads), repeat(tier), repeat(message.shards), repeat(0)
+    return map(cluster.LocationChange, *columns)
+
+
+def _hashes(packed: bytes) -> Iterator[bytes]:
+    return chain.from_iterable(_HASH.iter_unpack(packed))
+
+
+def part_span_to_proto(span: PartSpan, sequence: int, held: Sequence[index_pb2.HeldChunks]) -> index_pb2.ReplacePart:
     """All that a node holds in one part of a group."""
     return index_pb2.ReplacePart(
         sequence=sequence,
         keyspace_id=span.keyspace,
         group_head_hash=span.group_head,
         part=span.part,
-        locations=locations,
+        held=held,
     )
 
 
@@ -284,8 +335,8 @@ def chain_match_from_proto(message: index_pb2.MatchResponse) -> cluster.ChainMat
     )
     if sum(run.chunk_count for run in runs) != message.matched_chunks:
         raise InvalidRequest(f"runs do not sum up to matched_chunks {message.matched_chunks}")
-    for at, (told, run) in enumerate(zip(message.runs, runs, strict=True)):
-        if told.locations and not run.locations:  # from here on it is where only a newer release can go
+    for at, (sent, run) in enumerate(zip(message.runs, runs, strict=True)):
+        if sent.locations and not run.locations:  # from here on it is where only a newer release can go
             runs = runs[:at]
             break
     named = [_known_node(node.SerializeToString()) for node in message.nodes if is_node_known(node)]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.core.errors import InvalidRequest
 from kvpool.core.ipc import EngineEvent, IpcEvent, IpcMemory
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
 from kvpool.v1 import gpuagent_pb2
@@ -16,6 +17,7 @@ from kvpool.wire.convert import check_count, convert_items
 _BLOCK_ID = np.dtype("<i8")
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+Int64s = npt.NDArray[np.int64]
 
 
 def layout_to_proto(layout: EngineLayout) -> gpuagent_pb2.EngineLayout:
@@ -88,6 +90,13 @@ def _plane_from_proto(message: gpuagent_pb2.PlaneLayout) -> RowPlane:
 def block_ids_to_bytes(block_ids: BlockIds) -> bytes:
     """Little-endian int64, concatenated."""
     return np.asarray(block_ids, dtype=_BLOCK_ID).tobytes()
+
+
+def int64s_from_bytes(packed: bytes, name: str) -> Int64s:
+    """Block ids, or what belongs to blocks. raises: InvalidRequest naming the field."""
+    if len(packed) % _BLOCK_ID.itemsize:
+        raise InvalidRequest(f"{name} must be little-endian int64, got {len(packed)} bytes")
+    return np.frombuffer(packed, dtype=_BLOCK_ID).astype(np.int64, copy=False)
 
 
 def ipc_memory_to_proto(memory: IpcMemory) -> gpuagent_pb2.CudaIpcHandle:

@@ -1,6 +1,6 @@
 """Domain errors to gRPC statuses and back.
 
-The status code tells generic clients and proxies what to do; the exact error is the `reason`, sent as trailing
+The status code is for generic clients and proxies; the exact error is the `reason`, sent as trailing
 metadata, by which our clients rebuild the exception.
 """
 
@@ -16,7 +16,7 @@ import grpc.aio
 
 from kvpool.core import errors
 from kvpool.core.errors import KvPoolError
-from kvpool.wire.tls_words import explain_closed, explain_tls, narrowed
+from kvpool.wire.tls_errors import explain_closed, explain_tls, narrowed
 
 if TYPE_CHECKING:
     from kvpool.wire.tls import TlsCredentials

@@ -1,6 +1,6 @@
 """gRPC credentials of files that may be renewed at any time.
 
-Nobody is told of a renewal: whoever is about to shake hands looks whether the files have changed, which costs a stat
+Renewals are not announced: each handshake first checks whether the files have changed, which costs a stat
 each. What cannot be used (half of a renewal, a key of another certificate) is logged once and the last good state stays
 in use.
 """
@@ -40,7 +40,7 @@ class TlsCredentials:
         self._lock = threading.Lock()
         self._version, self._material = read_files(files, 1)
         self._refused: Version | str | None = None  # which state of the files has been complained about
-        self._told_of: set[tuple[int, Path]] = set()
+        self._logged: set[tuple[int, Path]] = set()
         self._channel: tuple[int, grpc.ChannelCredentials] | None = None
         self._warn_of_open_key()
         self._tell_of_dates()
@@ -109,7 +109,7 @@ class TlsCredentials:
             return
         self._refused = None
         if replace(found, generation=self._material.generation) == self._material:
-            return  # written anew with what was in them: no connection need be made again
+            return  # rewritten with equal content: connections stay
         self._material = found
         _log.info("%s and what belongs to it were renewed and are in use", self._subject)
         self._warn_of_open_key()
@@ -142,10 +142,10 @@ class TlsCredentials:
         ):
             if path is None or validity is None or validity.not_before_s <= now_s <= validity.not_after_s:
                 continue
-            told = (self._material.generation, path)
-            if told in self._told_of:
+            change = (self._material.generation, path)
+            if change in self._logged:
                 continue
-            self._told_of.add(told)
+            self._logged.add(change)
             late = now_s > validity.not_after_s
             at_s = validity.not_after_s if late else validity.not_before_s
             _log.error(

@@ -16,7 +16,7 @@ _READS_MAX: Final = 3  # of files that are replaced while they are read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM files of one process: what it trusts, and what it shows of itself to whoever asks."""
+    """PEM files of one process: the CAs it trusts, and its own certificate and key."""
 
     ca_file: Path  # certificates of the authorities that peers' certificates must come from
     cert_file: Path | None = None  # own certificate chain, leaf first; as a client: only for servers that demand one

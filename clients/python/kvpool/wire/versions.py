@@ -13,7 +13,7 @@ import kvpool
 from kvpool.core.errors import WireVersionRefused
 from kvpool.v1 import common_pb2
 
-FIRST_VERSION: Final = 1  # of whoever says none
+FIRST_VERSION: Final = 1  # of a peer that sends none
 _SOFTWARE_CHARS_MAX: Final = 64
 
 

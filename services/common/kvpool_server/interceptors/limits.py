@@ -121,6 +121,9 @@ class AioDeadline(AioInterceptor):
     @asynccontextmanager
     async def around(self, call: Call) -> AsyncIterator[None]:
         cap_s = _cap_s(self._policy, call)
+        if call.streaming and cap_s is not None:
+            # Before the cap: gRPC could send no status after a first write, with the metadata, that was cut short.
+            await call.context.send_initial_metadata(())
         timeout = asyncio.timeout(cap_s)
         try:
             async with timeout:

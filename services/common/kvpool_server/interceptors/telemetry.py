@@ -123,6 +123,7 @@ _HOUSEKEEPING: Final = frozenset(
         "ListNodes",
         "GetKeyspacePolicies",
         "RestoreKeyspacePolicies",
+        "ListChainGroups",
         "ReconcileDigests",
         "ReconcileSplitGroups",
         "ReportStale",

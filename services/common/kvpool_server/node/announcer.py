@@ -12,7 +12,7 @@ from kvpool.client.index import IndexClient
 from kvpool.core.cluster import LocationChange, NodeLease
 from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.v1 import index_pb2
-from kvpool.wire.convert_cluster import location_change_to_proto, part_span_to_proto
+from kvpool.wire.convert_cluster import held_chunks_to_proto, location_change_to_proto, part_span_to_proto
 from kvpool.wire.status import StreamStatus
 from kvpool_server.node.announce_queue import AnnounceBatch, AnnounceQueue
 
@@ -177,15 +177,18 @@ class Announcer:
 
 
 def _message(batch: AnnounceBatch) -> index_pb2.AnnounceRequest:
-    changes = [location_change_to_proto(change) for change in batch.changes]
     if batch.part is not None:
-        part = part_span_to_proto(batch.part, batch.sequence, changes)
-        return index_pb2.AnnounceRequest(replace_part=part)
+        held = held_chunks_to_proto(batch.changes)
+        return index_pb2.AnnounceRequest(replace_part=part_span_to_proto(batch.part, batch.sequence, held))
     if batch.buckets is None:
+        changes = map(location_change_to_proto, batch.changes)
         return index_pb2.AnnounceRequest(batch=index_pb2.AnnounceBatch(sequence=batch.sequence, changes=changes))
     first, last = batch.buckets
     return index_pb2.AnnounceRequest(
         replace_range=index_pb2.ReplaceRange(
-            sequence=batch.sequence, first_bucket=first, last_bucket=last, locations=changes
+            sequence=batch.sequence,
+            first_bucket=first,
+            last_bucket=last,
+            held=held_chunks_to_proto(batch.changes),
         )
     )

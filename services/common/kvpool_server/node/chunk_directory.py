@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import xor
 from typing import Protocol
+
+import numpy as np
 
 from kvpool.core.cluster import LocationChange
 from kvpool.core.location_digest import (
@@ -18,6 +20,7 @@ from kvpool.core.location_digest import (
     fingerprint,
     holding,
     part_of,
+    range_numbers,
     range_of,
 )
 from kvpool.core.outcome import Tier
@@ -26,7 +29,7 @@ from kvpool_server.node.chunk_table import ChunkTable
 _KEYSPACE_BYTES = _HASH_BYTES = 16
 _TIERS = (Tier.GPU, Tier.STAGING, Tier.DISK)
 _STEP_CHUNKS = 128  # looked up between two pauses, give or take a bucket: half a millisecond
-_LOAD_CHUNKS = 256  # learnt between two pauses
+_LOAD_CHUNKS = 2048  # learnt between two pauses
 _RECHECK_ROUNDS = 64  # in which everything is looked up once, though no change of it was announced
 _COUNTED_CHUNKS = 4096  # of a keyspace in one range, from which on large groups are looked for
 _COUNTED_GROUPS = 64  # a group with more than this share of the chunks that come then is found
@@ -46,8 +49,8 @@ class LocationTruth(Protocol):
         """
         ...
 
-    def locate(self, keyspace: bytes, chunk_hash: bytes) -> Sequence[HeldChunk]:
-        """What is held of a chunk now, under each group head it has; empty if nothing is.
+    def locate(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> Iterable[tuple[bytes, HeldChunk]]:
+        """Which of some chunks are held now: their hashes, each once for each group head it has, with what is held.
 
         All changes that this shows were announced before.
         """
@@ -64,7 +67,7 @@ class NoLocations:
     def chunks(self) -> Iterable[ChunkPlaces]:
         return ()
 
-    def locate(self, keyspace: bytes, chunk_hash: bytes) -> Sequence[HeldChunk]:
+    def locate(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> Iterable[tuple[bytes, HeldChunk]]:
         return ()
 
     def keyspace_encodings(self) -> Sequence[bytes]:
@@ -80,12 +83,12 @@ class FixedLocations:
     def chunks(self) -> Iterable[ChunkPlaces]:
         return ChunkPlaces.of((one.keyspace, one.chunk_hash, one.group_head_hash) for one in self._changes.values())
 
-    def locate(self, keyspace: bytes, chunk_hash: bytes) -> Sequence[HeldChunk]:
-        change = self._changes.get((keyspace, chunk_hash))
-        if change is None:
-            return ()
-        gpu, staging, disk = (change.added_shards if change.tier == tier else 0 for tier in _TIERS)
-        return (HeldChunk(change.group_head_hash, (gpu, staging, disk), change.added_shards),)
+    def locate(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> Iterable[tuple[bytes, HeldChunk]]:
+        for chunk_hash in chunk_hashes:
+            change = self._changes.get((keyspace, chunk_hash))
+            if change is not None:
+                gpu, staging, disk = (change.added_shards if change.tier == tier else 0 for tier in _TIERS)
+                yield chunk_hash, HeldChunk(change.group_head_hash, (gpu, staging, disk), change.added_shards)
 
     def keyspace_encodings(self) -> Sequence[bytes]:
         return ()
@@ -117,17 +120,17 @@ class ChunkDirectory:
         self._is_loaded = True
         for places in self._truth.chunks():
             yield  # finding them was a step of its own
-            for start in range(0, len(places.chunk_hashes), _HASH_BYTES):
-                at = slice(start, start + _HASH_BYTES)
-                self._note(places.keyspace, places.chunk_hashes[at], places.group_heads[at], is_added=True)
-                if at.stop % (_LOAD_CHUNKS * _HASH_BYTES) == 0:
-                    self.keep_large_apart()
-                    yield
+            for part in _by_range(places):
+                for number, hashes, heads in part:
+                    self._learn(places.keyspace, number, hashes, heads)
+                yield
+            self.keep_large_apart()
 
     def note(self, change: LocationChange) -> Cell:
         """Remember the chunk of a change; the cell that the change falls into."""
-        self._note(change.keyspace, change.chunk_hash, change.group_head_hash, is_added=bool(change.added_shards))
-        return self.cell_of(change)
+        keyspace, chunk_hash, head, _, added_shards, _ = change
+        number = self._note(keyspace, chunk_hash, head, is_added=added_shards != 0)
+        return number if number not in self._groups else self.cell_of(change)
 
     def cell_of(self, change: LocationChange) -> Cell:
         """The cell that a change falls into."""
@@ -251,13 +254,15 @@ class ChunkDirectory:
         for name, table in self._tables.get(range_number, {}).items():
             if len(name) != _KEYSPACE_BYTES:
                 continue
-            for chunk_hash in table.hashes():
-                for held in locate(name, chunk_hash):
-                    if range_of(held.group_head) == range_number and (
-                        not groups or name + held.group_head not in groups
-                    ):
-                        items += _changes(name, chunk_hash, held)
-        items.sort(key=lambda item: item.group_head_hash[-2:])
+            for chunk_hash, held in locate(name, table.hashes()):
+                head, (gpu, staging, disk), _ = held
+                if range_of(head) != range_number or (groups and name + head in groups):
+                    continue
+                if gpu or staging:
+                    items += _changes(name, chunk_hash, held)
+                elif disk:  # nearly always
+                    items.append(LocationChange(name, chunk_hash, head, Tier.DISK, disk, 0))
+        items.sort(key=lambda item: item[2][-2:] + item[2])  # by bucket, then by group
         return items
 
     def part_changes(self, span: PartSpan) -> list[LocationChange]:
@@ -269,8 +274,7 @@ class ChunkDirectory:
             hashes |= others.part_hashes(span.part)
         return [
             item
-            for chunk_hash in hashes
-            for held in self._truth.locate(span.keyspace, chunk_hash)
+            for chunk_hash, held in self._truth.locate(span.keyspace, hashes)
             if held.group_head == span.group_head
             for item in _changes(span.keyspace, chunk_hash, held)
         ]
@@ -280,7 +284,8 @@ class ChunkDirectory:
     def _table(self, range_number: int, name: bytes) -> ChunkTable | None:
         return self._tables.get(range_number, {}).get(name)
 
-    def _note(self, keyspace: bytes, chunk_hash: bytes, head: bytes, *, is_added: bool) -> None:
+    def _note(self, keyspace: bytes, chunk_hash: bytes, head: bytes, *, is_added: bool) -> int:
+        """Remember a chunk; the number of its range."""
         self.was_used = True
         number = range_of(head)
         groups = self._groups.get(number)
@@ -294,12 +299,31 @@ class ChunkDirectory:
                 table.mark_changed(chunk_hash)
             if name is not keyspace and keyspace in tables:  # it may not have been moved yet
                 tables[keyspace].mark_changed(chunk_hash)
-            return
+            return number
         if table is None:
             table = tables[name] = ChunkTable() if name is keyspace else ChunkTable(PART_COUNT)
             self._table_counts[keyspace] += 1
         if table.add(chunk_hash) and name is keyspace and table.chunk_count > _COUNTED_CHUNKS:
             self._count(number, keyspace, head)
+        return number
+
+    def _learn(self, keyspace: bytes, number: int, hashes: bytes, heads: bytes) -> None:
+        """Do as `_note` for chunks that are held in one range; `hashes` and `heads` lie one after the other."""
+        self.was_used = True
+        if number in self._groups:
+            for start in range(0, len(hashes), _HASH_BYTES):
+                at = slice(start, start + _HASH_BYTES)
+                self._note(keyspace, hashes[at], heads[at], is_added=True)
+            return
+        tables = self._tables.setdefault(number, {})
+        table = tables.get(keyspace)
+        if table is None:
+            table = tables[keyspace] = ChunkTable()
+            self._table_counts[keyspace] += 1
+        table.extend(hashes)
+        if table.chunk_count > _COUNTED_CHUNKS:
+            for start in range(0, len(heads), _HASH_BYTES):
+                self._count(number, keyspace, heads[start : start + _HASH_BYTES])
 
     def _count(self, number: int, keyspace: bytes, head: bytes) -> None:
         """Count the groups of chunks that come, in bounded memory (Misra and Gries): none is counted too high."""
@@ -326,19 +350,18 @@ class ChunkDirectory:
         kept: set[bytes] = set()
         held_at: dict[bytes, HeldChunk] = {}
         try:
-            for chunk_hash in hashes:
-                for held in self._truth.locate(keyspace, chunk_hash):
-                    head = held.group_head
-                    if not any(held.shards) or (head != own_head if own_head else range_of(head) != number):
-                        continue
-                    if not own_head and groups and keyspace + head in groups:
-                        self._note(keyspace, chunk_hash, head, is_added=True)
-                        continue
-                    kept.add(chunk_hash)
-                    # The index distinguishes chunks of a group by their fields alone.
-                    place = keyspace + head + chunk_hash[:FIELD_BYTES]
-                    known = held_at.get(place)
-                    held_at[place] = held if known is None else _union(known, held)
+            for chunk_hash, held in self._truth.locate(keyspace, hashes):
+                head = held.group_head
+                if not any(held.shards) or (head != own_head if own_head else range_of(head) != number):
+                    continue
+                if not own_head and groups and keyspace + head in groups:
+                    self._note(keyspace, chunk_hash, head, is_added=True)
+                    continue
+                kept.add(chunk_hash)
+                # The index distinguishes chunks of a group by their fields alone.
+                place = keyspace + head + chunk_hash[:FIELD_BYTES]
+                known = held_at.get(place)
+                held_at[place] = held if known is None else _union(known, held)
         except BaseException:
             table.mark(at)
             raise
@@ -360,6 +383,22 @@ class ChunkDirectory:
         self._table_counts[keyspace] -= 1
         if not self._table_counts[keyspace]:
             del self._table_counts[keyspace]
+
+
+def _by_range(places: ChunkPlaces) -> Iterator[list[tuple[int, bytes, bytes]]]:
+    """The chunks of each digest range, some at a time: its number, their hashes, and the heads of their groups."""
+    heads = np.frombuffer(places.group_heads, np.uint8).reshape(-1, _HASH_BYTES)
+    hashes = np.frombuffer(places.chunk_hashes, np.uint8).reshape(-1, _HASH_BYTES)
+    numbers = range_numbers(heads)
+    order = np.argsort(numbers, kind="stable")
+    for start in range(0, len(order), _LOAD_CHUNKS):
+        rows = order[start : start + _LOAD_CHUNKS]
+        begins = np.flatnonzero(np.diff(numbers[rows], prepend=-1)).tolist()
+        part_hashes, part_heads, part = hashes[rows].tobytes(), heads[rows].tobytes(), []
+        for begin, end in zip(begins, [*begins[1:], len(rows)], strict=True):
+            at = slice(begin * _HASH_BYTES, end * _HASH_BYTES)
+            part.append((int(numbers[rows[begin]]), part_hashes[at], part_heads[at]))
+        yield part
 
 
 def _group(name: bytes) -> tuple[bytes, bytes]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import reduce
 from operator import xor
+from struct import Struct
 
 from kvpool.core.location_digest import PART_COUNT, part_of
 
 _HASH_BYTES = 16
+_FIRST_WORDS = Struct(f"<I{_HASH_BYTES - 4}x")
+_HASHES = Struct(f"{_HASH_BYTES}s")
 _BUCKET_CHUNKS = 64  # on average, before another bucket is added: a third of a millisecond to look them all up
+_REFILLED_SHARE = 8  # a table to which at least one part in this many is added is built again
 
 
 class ChunkTable:
@@ -46,6 +50,21 @@ class ChunkTable:
         if self.chunk_count > _BUCKET_CHUNKS * len(self._buckets):
             self._grow()
         return True
+
+    def extend(self, hashes: bytes) -> None:
+        """Remember chunks. One that was there takes its bytes twice until its bucket is refreshed."""
+        count = len(hashes) // _HASH_BYTES
+        self.chunk_count += count
+        if count * _REFILLED_SHARE >= self.chunk_count:
+            self._refill(b"".join(self._buckets) + hashes)
+            return
+        for start in range(0, len(hashes), _HASH_BYTES):
+            chunk_hash = hashes[start : start + _HASH_BYTES]
+            at = self._bucket_at(chunk_hash)
+            self.mark(at)
+            self._buckets[at] += chunk_hash
+        while self.chunk_count > _BUCKET_CHUNKS * len(self._buckets):
+            self._grow()
 
     def mark_changed(self, chunk_hash: bytes) -> None:
         """What is held of a chunk changed."""
@@ -104,6 +123,19 @@ class ChunkTable:
         at = int.from_bytes(chunk_hash[:4], "little") & mask
         return at if at < count else at & (mask >> 1)
 
+    def _refill(self, hashes: bytes) -> None:
+        """Have these chunks in as many buckets as they need, all stale."""
+        count = max(len(self._buckets), -(-self.chunk_count // _BUCKET_CHUNKS))
+        low, high = (1 << (count.bit_length() - 1)) - 1, (1 << count.bit_length()) - 1
+        parts: list[list[bytes]] = [[] for _ in range(count)]
+        for (number,), (chunk_hash,) in zip(_FIRST_WORDS.iter_unpack(hashes), _HASHES.iter_unpack(hashes), strict=True):
+            at = number & high
+            parts[at if at < count else at & low].append(chunk_hash)
+        self._buckets = list(map(b"".join, parts))
+        self._digests = [None] * count
+        self._stale = list(range(count))
+        self.digest = 0
+
     def _grow(self) -> None:
         """Add a bucket and move there what belongs into it from the one bucket that had it."""
         added = len(self._buckets)
@@ -113,10 +145,12 @@ class ChunkTable:
         self._digests.append(None)
         self._stale.append(added)
         parts: dict[int, list[bytes]] = {divided: [], added: []}
-        for chunk_hash in _hashes(self._buckets[divided]):
+        hashes = _hashes(self._buckets[divided])
+        self.chunk_count -= len(self._buckets[divided]) // _HASH_BYTES - len(hashes)  # named twice, see `extend`
+        for chunk_hash in hashes:
             parts[self._bucket_at(chunk_hash)].append(chunk_hash)
-        for at, hashes in parts.items():
-            self._buckets[at] = b"".join(hashes)
+        for at, moved in parts.items():
+            self._buckets[at] = b"".join(moved)
 
 
 def _hashes(packed: bytes) -> set[bytes]:

@@ -39,7 +39,7 @@ class LeaseStream:
         self._status: StreamStatus | None = None
         self._answer: asyncio.Task[index_pb2.RenewLeasesResponse] | None = None  # of the renewal on its way
         self._renewing = (b"", 0)  # node and incarnation of it
-        self._late_count = 0  # calls that waited for it in vain
+        self._late_count = 0  # calls that waited for it and timed out
 
     async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad | None, *, timeout_s: float) -> LeaseRenewal:
         """Renew one lease; one at a time. load: None for a node that holds nothing, whose lease lives longer.

@@ -42,6 +42,7 @@ from kvpool_server.node.lease_stream import LeaseStream
 from kvpool_server.node.reconciler import Reconciler
 
 _log = logging.getLogger(__name__)
+_DROP_TIMEOUT_S = 600.0  # of all locations in a keyspace: a million take half a minute
 _UNREACHED: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
 _LATER: tuple[type[KvPoolError], ...] = (*_UNREACHED, WireVersionRefused)
 _LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
@@ -186,8 +187,9 @@ class NodeLink:
         # An addition that is still on its way would come back after the drop, until the next reconciliation.
         with contextlib.suppress(StoreUnavailable):
             await self.wait_announced(self._index.endpoints.config.call_timeout_s)
+        await self._index.get_info()  # one that cannot be reached is not tried again for ten minutes
         with contextlib.suppress(KeyspaceUnknown):
-            await self._index.drop_keyspace_locations(keyspace, self._node.node_id)
+            await self._index.drop_keyspace_locations(keyspace, self._node.node_id, timeout_s=_DROP_TIMEOUT_S)
 
     def report_stale(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
         """Queue a report that `source` did not hold a page that it was said to hold, in any tier. Never blocks."""

@@ -133,8 +133,9 @@ class Reconciler:
     def note(self, changes: Iterable[LocationChange]) -> None:
         """Learn what is announced; to be called before it is queued."""
         for change in changes:
-            self._touched_cells.add(self._directory.note(change))
-            self._touched.add(range_of(change.group_head_hash))
+            cell = self._directory.note(change)
+            self._touched_cells.add(cell)
+            self._touched.add(_range_of(cell))
 
     def drop_keyspace(self, keyspace: bytes) -> None:
         """A keyspace was cleared, without announcing each of its chunks."""

@@ -1,6 +1,7 @@
 """A bounded copy of what the index knows of chunks, fed by a watch and by answered matches: the part that decides.
 
-It answers with what it knows to be there, and never says that something is absent. What makes that safe:
+It answers with what it knows to be there, and says of whole chain groups that they are stored nowhere. What makes that
+safe:
 
 - Events of a chunk carry versions; the higher one counts. Versions that must be forgotten (evicted chunks, removed
   ones) leave a floor, and an event that cannot be ordered against it adds nothing and may remove.
@@ -8,6 +9,8 @@ It answers with what it knows to be there, and never says that something is abse
   question was sent: the index read its store after that, so that every change it did not see is still to come.
 - A RESYNC empties the table. Without a recent heartbeat nothing in it is used.
 - Locations name nodes with incarnations, and only nodes that are alive count.
+- A group is absent if neither a listing of the store, begun after the RESYNC, nor an event since has named it, and a
+  heartbeat says that all events of the log up to a moment ago have come: see stored_groups.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from kvpool.core.coverage import Coverage
 from kvpool.core.grid import ShardGrid
 from kvpool_server.node.replica_groups import FIELD_BYTES, HASH_BYTES, GroupStore, parts
 from kvpool_server.node.replica_values import Lens, merged
+from kvpool_server.node.stored_groups import GroupListing, StoredGroups
 
 NOTHING = ChainMatch(matched_chunks=0)
 
 _TOUCHED_MAX = 65536
 _LENSES_MAX = 64
+_FILTER_SHARE = 32  # of its capacity, the filter of stored groups takes as much more; twice that while it is renewed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +55,17 @@ class Asked:
 class ReplicaTable:
     """See the module. Belongs to one thread; time is passed in."""
 
-    def __init__(self, *, capacity_bytes: int, max_lag_s: float) -> None:
-        """max_lag_s: how old the last look at the end of the log may be for anything to be used."""
-        self._max_lag_s = max_lag_s
+    def __init__(self, *, capacity_bytes: int, max_lag_s: float, max_absence_lag_s: float = 1.5) -> None:
+        """max_lag_s: how old the last look at the end of the log may be for anything to be used; max_absence_lag_s: for
+        anything to be called absent."""
+        self._max_lag_s, self._max_absence_lag_s = max_lag_s, max_absence_lag_s
+        self._stored = StoredGroups(capacity_bytes // _FILTER_SHARE)
         self._grids: dict[bytes, ShardGrid] = {}
         self._store = GroupStore(capacity_bytes)
         self._nodes: dict[bytes, NodeInfo] = {}
         self._lenses: dict[tuple[bytes, int, str], Lens] = {}
         self._highest_version = 0
-        self._current_until_s = float("-inf")
+        self._confirmed_s = float("-inf")  # everything in the log at that time has come
         self._epoch, self._stamp, self._asked_count = 0, 0, 0
         self._touched: dict[bytes, int] = {}  # groups that events touched while questions are on their way
         self._begun = False
@@ -75,14 +82,16 @@ class ReplicaTable:
 
     def is_current(self, now_s: float) -> bool:
         """Whether what is known may be used."""
-        return now_s <= self._current_until_s
+        return now_s <= self._confirmed_s + self._max_lag_s
 
-    def open_keyspace(self, keyspace: bytes, grid: ShardGrid) -> None:
-        """Keep what comes of this keyspace."""
-        if keyspace not in self._grids:
-            # Its events so far were dropped, versions and all.
-            self._store.raise_floors(self._highest_version)
-            self._grids[keyspace] = grid
+    def open_keyspace(self, keyspace: bytes, grid: ShardGrid) -> bool:
+        """Keep what comes of this keyspace; False if that is so already."""
+        if keyspace in self._grids:
+            return False
+        # Its events so far were dropped, versions and all.
+        self._store.raise_floors(self._highest_version)
+        self._grids[keyspace] = grid
+        return True
 
     def apply(self, event: IndexEvent, now_s: float) -> None:
         """Take the next event of a watch for replicas."""
@@ -98,13 +107,13 @@ class ReplicaTable:
                 self._apply_node(node, alive)
             case HeartbeatEvent(age_ms=age_ms):
                 if self._begun:
-                    self._current_until_s = now_s - age_ms / 1e3 + self._max_lag_s
+                    self._confirmed_s = now_s - age_ms / 1e3
             case ResyncEvent(nodes=nodes):
                 self._reset(nodes)
 
     def match(self, query: ChainQuery, now_s: float) -> ChainMatch:
         """The longest prefix that is known to be covered; the rest is for the index to say."""
-        lens = self._lens(query) if now_s <= self._current_until_s else None
+        lens = self._lens(query) if self.is_current(now_s) else None
         if lens is None:
             return NOTHING
         store = self._store
@@ -135,6 +144,22 @@ class ReplicaTable:
         return ChainMatch(
             matched_chunks=matched, runs=tuple(runs), nodes={node_id: self._nodes[node_id] for node_id in named}
         )
+
+    def is_absent(self, query: ChainQuery, now_s: float) -> bool:
+        """Whether no chunk of the group in which a query begins was stored anywhere max_absence_lag_s ago, by any node:
+        then the query finds nothing."""
+        if now_s > self._confirmed_s + self._max_absence_lag_s:
+            return False
+        key, _ = next(parts(query))
+        return self._stored.is_absent(query.keyspace, key[-HASH_BYTES:])
+
+    def begin_listing(self) -> GroupListing | None:
+        """Begin to list the groups of all keyspaces that are open now. None before the first RESYNC."""
+        return self._stored.begin(frozenset(self._grids)) if self._begun else None
+
+    def finish_listing(self, listing: GroupListing) -> bool:
+        """All groups of its keyspaces were added to its filter. False if events were lost meanwhile: begin again."""
+        return self._stored.finish(listing)
 
     def begin(self) -> Asked:
         """Before a question is sent to the index; `end` must follow, also when it fails."""
@@ -168,6 +193,13 @@ class ReplicaTable:
         """Something that was said about this part of a chain proved wrong: the index is to be asked about it."""
         for key, _ in parts(query):
             self._store.drop(key)
+            self._stored.note(key[-HASH_BYTES:])
+
+    def note_stored(self, query: ChainQuery) -> None:
+        """Chunks of this part of a chain have just been stored from here: the index is to be asked about it, though no
+        event has come yet."""
+        for key, _ in parts(query):
+            self._stored.note(key[-HASH_BYTES:])
 
     def _learn_part(self, key: bytes, part: bytes, where: list[tuple[Location, ...]], coverage: Coverage) -> None:
         group = self._store.open(key, asked_for=True)
@@ -183,6 +215,7 @@ class ReplicaTable:
         if event.keyspace not in self._grids:
             return
         self._touch(key)
+        self._stored.note(event.group_head_hash)  # also without a live node: it may come back without an event
         floor, ordered, value = self._store.known(key, field)
         if ordered and event.version < floor:
             return
@@ -225,7 +258,8 @@ class ReplicaTable:
         self._epoch += 1
         self._store.clear()
         self._store.raise_floors(self._highest_version)
-        self._current_until_s = float("-inf")
+        self._confirmed_s = float("-inf")
+        self._stored.clear()
         self._change_nodes({node.node_id: node for node in nodes})
 
     def _lens(self, query: ChainQuery) -> Lens | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -20,6 +20,8 @@ from kvpool_server.node.replica import ReplicaTable
 _log = logging.getLogger(__name__)
 
 _HASH_BYTES = 16
+_LIST_TIMEOUT_S = 60.0
+_LIST_AGAIN_S, _LIST_AGAIN_MAX_S = 1.0, 30.0  # after a listing that failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +30,12 @@ class ReplicaConfig:
 
     capacity_bytes: int = 64 << 20  # of the table; about 200,000 chunks
     max_lag_s: float = 3.0  # nothing in it is used when the index has not confirmed it for so long
+    # What was stored longer ago is never called absent. Confirmations come once a second, and take a moment.
+    max_absence_lag_s: float = 1.5
+    list_every_s: float = 300.0  # what is stored is listed anew, because groups go
 
     def __post_init__(self) -> None:
-        for name in ("capacity_bytes", "max_lag_s"):
+        for name in ("capacity_bytes", "max_lag_s", "max_absence_lag_s", "list_every_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
@@ -38,15 +43,18 @@ class ReplicaConfig:
 class MatchedBy(Enum):
     """Who answered a match."""
 
-    REPLICA = "replica"  # without a call
+    REPLICA = "replica"  # without a call: all chunks are known
+    ABSENT = "absent"  # without a call: the first chunk that is not known, if not all, is known to be stored nowhere
     BOTH = "both"  # its beginning was known; a call for the rest
     INDEX = "index"
 
 
 class LocationReplica:
-    """Answers matches of opened keyspaces from memory as far as they are known, and asks the index for the rest.
+    """Answers matches of opened keyspaces from memory as far as they are known, and asks the index for the rest, unless
+    that begins with a chain group of which nothing is stored anywhere.
 
-    Belongs to one event loop. What it says was so no longer than max_lag_s ago; it never says that a chunk is absent.
+    Belongs to one event loop. What it says was so no longer than max_lag_s ago, and no longer than max_absence_lag_s if
+    it says that chunks are absent; never after `note_stored` of them.
     """
 
     def __init__(
@@ -62,9 +70,16 @@ class LocationReplica:
         self._index = index
         self._clock = clock or SystemClock()
         self._on_match, self._on_event = on_match, on_event
-        self._table = ReplicaTable(capacity_bytes=config.capacity_bytes, max_lag_s=config.max_lag_s)
-        self._following: asyncio.Task[None] | None = None
+        self._table = ReplicaTable(
+            capacity_bytes=config.capacity_bytes,
+            max_lag_s=config.max_lag_s,
+            max_absence_lag_s=config.max_absence_lag_s,
+        )
+        self._list_every_s = config.list_every_s
+        self._to_be_listed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
         self.resync_count = 0  # fresh starts, the first one included
+        self.listing_count = 0  # of what is stored; nothing is known to be absent before the first after a fresh start
 
     @property
     def used_bytes(self) -> int:
@@ -83,9 +98,13 @@ class LocationReplica:
 
     def open_keyspace(self, keyspace: bytes, grid: ShardGrid) -> None:
         """Keep locations of this keyspace from now on; begins to watch."""
-        self._table.open_keyspace(keyspace, grid)
-        if self._following is None:
-            self._following = asyncio.create_task(self._follow(), name="location replica")
+        if self._table.open_keyspace(keyspace, grid):
+            self._to_be_listed.set()
+        if not self._tasks:
+            self._tasks = [
+                asyncio.create_task(self._follow(), name="location replica"),
+                asyncio.create_task(self._list_at_times(), name="groups of the location replica"),
+            ]
 
     async def match(self, query: ChainQuery, *, timeout_s: float | None = None) -> ChainMatch:
         """The longest covered prefix. Raises as MatchStream.match, though not where a beginning is known."""
@@ -93,8 +112,11 @@ class LocationReplica:
         if known.matched_chunks == query.chunk_count:
             self._on_match(MatchedBy.REPLICA)
             return known
-        self._on_match(MatchedBy.BOTH if known.matched_chunks else MatchedBy.INDEX)
         rest = _rest(query, known.matched_chunks)
+        if self._table.is_absent(rest, self._clock.monotonic_s()):
+            self._on_match(MatchedBy.ABSENT)
+            return known
+        self._on_match(MatchedBy.BOTH if known.matched_chunks else MatchedBy.INDEX)
         asked = self._table.begin()
         try:
             found = await self._index.match_stream.match(rest, timeout_s=timeout_s)
@@ -112,12 +134,16 @@ class LocationReplica:
         """What was said about these chunks proved wrong: the next match of them is the index's."""
         self._table.forget(query)
 
+    def note_stored(self, query: ChainQuery) -> None:
+        """Some of these chunks have just been stored from here: the next match of them is the index's."""
+        self._table.note_stored(query)
+
     async def close(self) -> None:
         """Watch no more. Idempotent."""
-        following, self._following = self._following, None
-        if following is not None:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self) -> None:
         config = self._index.endpoints.config
@@ -128,13 +154,42 @@ class LocationReplica:
                 async with aclosing(watch) as events:
                     async for event in events:
                         self._table.apply(event, self._clock.monotonic_s())
-                        self.resync_count += isinstance(event.event, ResyncEvent)
+                        if isinstance(event.event, ResyncEvent):
+                            self.resync_count += 1
+                            self._to_be_listed.set()
                         self._on_event(self)
                         backoff.reset()
             except KvPoolError as error:  # what reconnecting does not cure; until then the index answers all
                 pause_s = backoff.next_s()
                 _log.warning("the replica of the index is not kept, next try in %.2f s: %s", pause_s, error)
             await asyncio.sleep(pause_s)
+
+    async def _list_at_times(self) -> None:
+        config = self._index.endpoints.config
+        backoff = Backoff(max(config.backoff_initial_s, _LIST_AGAIN_S), max(config.backoff_max_s, _LIST_AGAIN_MAX_S))
+        pause_s = self._list_every_s
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._to_be_listed.wait(), pause_s)
+            self._to_be_listed.clear()
+            try:
+                await self._list()
+                backoff.reset()
+                pause_s = self._list_every_s
+            except KvPoolError as error:  # the index answers what may be absent, as it does without a listing
+                pause_s = backoff.next_s()
+                _log.info("what the index has stored is not listed, next try in %.2f s: %s", pause_s, error)
+
+    async def _list(self) -> None:
+        """List the groups of all open keyspaces. After a RESYNC meanwhile it does not count, and another is due."""
+        listing = self._table.begin_listing()
+        if listing is None:  # its RESYNC will have it done
+            return
+        for keyspace in listing.keyspaces:
+            async with aclosing(self._index.list_chain_groups(keyspace, timeout_s=_LIST_TIMEOUT_S)) as groups:
+                async for heads in groups:
+                    listing.filter.add_all(heads)
+        self.listing_count += self._table.finish_listing(listing)
 
 
 def _rest(query: ChainQuery, known: int) -> ChainQuery:

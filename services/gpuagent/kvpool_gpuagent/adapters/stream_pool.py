@@ -254,7 +254,8 @@ class StreamPool:
             group_head_hash=span.metadata[0].group_head_hash,
             shards=shards,
         )
-        return (await self._index.match_stream.match(query)).matched_chunks
+        # A store may wait: the time of a match is that of an engine that waits for one.
+        return (await self._index.match_stream.match(query, timeout_s=RESERVE_WAIT_S)).matched_chunks
 
 
 def _slots(pages: Int32s, leases: Sequence[_PageBuffer], sources: Bytes) -> PageSlots:

@@ -42,10 +42,6 @@ class EventLedger:
             )
         slot.generation, slot.users, slot.passed, slot.given_back = event.generation, 0, False, False
 
-    def is_ahead(self, event: EngineEvent) -> bool:
-        """Whether the recording is one that may still be announced. Raises InvalidRequest for an unknown slot."""
-        return event.generation > self._slot(event).generation
-
     def use(self, event: EngineEvent) -> None:
         """A request names the event; end it with `end_use`. Raises InvalidRequest for one that cannot be waited for."""
         slot = self._slot(event)

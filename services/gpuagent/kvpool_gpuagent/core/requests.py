@@ -65,7 +65,7 @@ class Rank:
 
     @property
     def page_sizes(self) -> npt.NDArray[np.int64]:
-        """[shard_count]: bytes of header, payload and sum table of a page of each shard."""
+        """[shard_count]: bytes of header and payload of a page of each shard."""
         return _page_sizes(self.spec, self.grid)
 
 
@@ -144,9 +144,11 @@ def _runs(values: Sequence[ValueT]) -> tuple[tuple[int, ValueT], ...]:
 
 
 def window_of(rank: Rank, most_pages: int, window_bytes: int) -> int:
-    """Pages of about window_bytes of this rank's, at least one and at most most_pages."""
+    """Pages of about window_bytes of this rank's, at least one and at most most_pages.
+
+    Rounded: pages of 8 MiB have headers beside it, and 8 of them are a window of 64 MiB."""
     largest_bytes = int(rank.page_sizes[rank.shard_list].max())
-    return max(1, min(most_pages, window_bytes // largest_bytes))
+    return max(1, min(most_pages, round(window_bytes / largest_bytes)))
 
 
 def check_store(span: ChunkRange, rank: Rank, *, max_chunks: int) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
 
 from kvpool.core.cluster import ChainMatch, RemoteSource
 from kvpool.core.grid import ShardGrid
@@ -13,11 +17,12 @@ from kvpool.core.outcome import Tier
 
 
 class LoadSource(IntEnum):
-    """Where a page came from; the numbers of kvpool.v1 Source and EngineSource."""
+    """Where KV came from; the numbers of kvpool.v1 Source and EngineSource."""
 
     STAGING = 1
     DISK = 2
     REMOTE = 3
+    GPU = 4  # caches of other engine ranks of the host: no page
 
 
 @dataclass(slots=True)
@@ -79,6 +84,30 @@ class SourceRun:
     source: LoadSource
     readable: int
     remote: tuple[RemoteSource, ...]
+
+
+_ON_GPU = SourceRun(chunk_count=0, source=LoadSource.GPU, readable=0, remote=())
+_CACHED, _NOWHERE = -1, -2  # in place of the number of a run
+
+
+def with_cached(runs: Sequence[SourceRun], cached: npt.NDArray[np.bool_]) -> list[SourceRun]:
+    """Return the runs of a prefix of which some chunks are in GPU caches of the host: these come from there.
+
+    cached: [C], of all chunks asked for. A chunk that neither has ends the prefix.
+    """
+    if not cached.any():
+        return list(runs)
+    numbers = np.full(cached.size, _NOWHERE)
+    pooled = np.repeat(np.arange(len(runs)), [run.chunk_count for run in runs])[: cached.size]
+    numbers[: pooled.size] = pooled
+    numbers[cached] = _CACHED
+    chosen: list[SourceRun] = []
+    for number, same in itertools.groupby(numbers.tolist()):
+        if number == _NOWHERE:
+            break
+        run = _ON_GPU if number == _CACHED else runs[number]
+        chosen.append(replace(run, chunk_count=len(list(same))))
+    return chosen
 
 
 def source_runs(match: ChainMatch, grid: ShardGrid, wanted: int, local_node_id: bytes) -> Iterator[SourceRun]:

@@ -15,6 +15,7 @@ from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.leases import LeaseBudget
 from kvpool_gpuagent.core.requests import Rank, check_bases
 from kvpool_gpuagent.engine.events import OnEventWaited, SessionEvents
+from kvpool_gpuagent.engine.host_caches import HostCaches
 from kvpool_gpuagent.engine.locations import SeenChunks
 from kvpool_gpuagent.engine.peers import PeerPulls
 from kvpool_gpuagent.engine.session import AgentParts, EngineIdentity, EngineSession
@@ -37,6 +38,8 @@ class Registration:
     previous_session_id: bytes = field(default=b"", repr=False)
     hold_file: bool = False  # the engine lends one with its memory
     match_only: bool = False  # of an engine's scheduler: the handles have no memory
+    block_generations: bool = False  # the engine lends a table of them
+    engine_id: bytes = b""  # equal for all sessions of an engine that also loads from GPU caches of others
 
 
 class GpuAgentEngine:
@@ -52,10 +55,13 @@ class GpuAgentEngine:
         agents: PeerAgents | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """agents: of this host, whose sessions may be pulled from; None: no others."""
+        """agents: of this host, whose sessions' caches loads may be copied from; None: no others."""
         self.tracer = tracer
         self.config, self.device, self.metrics = config, device, metrics
         self._pools = pools
+        self._sessions: dict[EngineSession, None] = {}  # in order
+        self._pulls = PeerPulls(self.session_of, device, agents, metrics)
+        self.caches = HostCaches(lambda: self.sessions, agents, self._pulls)
         self._parts = AgentParts(
             config=config,
             device=device,
@@ -63,13 +69,12 @@ class GpuAgentEngine:
             metrics=metrics,
             lease_budget=LeaseBudget(config.lease_share),
             tracer=tracer,
+            caches=self.caches if device.name == "cuda" else None,
         )
         self.bandwidths = self._parts.bandwidths
         self.link_bytes_per_s = 0.0  # of a plain copy to the device, measured at the start; 0: not known
-        self._sessions: dict[EngineSession, None] = {}  # in order
         self._seen: WeakValueDictionary[tuple[bytes, int], SeenChunks] = WeakValueDictionary()
         self._draining = False
-        self.pulls = PeerPulls(self.session_of, device, agents, metrics, config.max_running_requests)
 
     @property
     def sessions(self) -> list[EngineSession]:
@@ -115,6 +120,7 @@ class GpuAgentEngine:
             keyspace_name=wanted.keyspace_name,
             hash_key=opened.hash_key,
             layers_per_progress=wanted.layers_per_progress,
+            engine_id=wanted.engine_id,
         )
         pool = self._pools(opened.keyspace, wanted.spec)
         events = SessionEvents(len(wanted.events), on_event_waited)
@@ -138,7 +144,7 @@ class GpuAgentEngine:
         for session in self.sessions:
             session.begin_close(Draining("this agent is shutting down"))
         await asyncio.gather(*(session.close() for session in self.sessions))
-        await self.pulls.close()
+        await self._pulls.close()
 
     def _check_share(self, owner: str) -> None:
         count = sum(session.owner == owner for session in self._sessions) if owner else 0

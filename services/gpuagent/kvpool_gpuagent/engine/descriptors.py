@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import mmap
 import os
 import secrets
 from collections.abc import Sequence
 
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.ipc import HOLD_ENDED
+from kvpool.core.ipc import GENERATION_BYTES, HOLD_ENDED
 from kvpool_server.fds import PeerCredentials
 
 
@@ -86,6 +88,22 @@ class FdExchange:
 
 
 _log = logging.getLogger(__name__)
+
+
+def map_generations(descriptor: int, block_count: int) -> mmap.mmap:
+    """Map an engine's table of block generations for reading; owns the descriptor. Raises InvalidRequest for a file
+    that is too short, or that could become so under the mapping."""
+    size_bytes = block_count * GENERATION_BYTES
+    try:
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise InvalidRequest("the file of block generations must be sealed against shrinking (F_SEAL_SHRINK)")
+        if os.fstat(descriptor).st_size < size_bytes:
+            raise InvalidRequest(f"the file of block generations must have {size_bytes} bytes")
+        return mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    except OSError as error:
+        raise InvalidRequest(f"the file of block generations cannot be mapped ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
 
 
 class HoldFile:

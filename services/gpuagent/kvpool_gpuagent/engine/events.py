@@ -33,12 +33,10 @@ class SessionEvents:
 
     def __init__(self, slot_count: int, on_waited: OnEventWaited) -> None:
         self._ledger, self._on_waited = EventLedger(slot_count), on_waited
-        self._news = asyncio.Event()
 
     def announce(self, event: EngineEvent) -> None:
         """See EventLedger.announce."""
         self._ledger.announce(event)
-        self._news.set()
 
     def use(self, event: EngineEvent | None) -> UsedEvent:
         """A request names the event, or none; to be called in the order of the engine's messages. Raises as
@@ -46,18 +44,6 @@ class SessionEvents:
         if event is not None:
             self._ledger.use(event)
         return UsedEvent(event, self._ledger, self._on_waited)
-
-    async def use_announced(self, event: EngineEvent | None, stop: CancelToken, wait_s: float) -> UsedEvent:
-        """The same for calls beside the session's stream: an announcement that is on its way there is waited for.
-        Raises also Stopped, DeadlineExceeded."""
-        if event is not None and self._ledger.is_ahead(event):
-            await until_cancelled(self._announced(event), stop, wait_s)
-        return self.use(event)
-
-    async def _announced(self, event: EngineEvent) -> None:
-        while self._ledger.is_ahead(event):
-            self._news.clear()
-            await self._news.wait()
 
 
 class UsedEvent:

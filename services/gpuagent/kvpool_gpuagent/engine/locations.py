@@ -80,6 +80,10 @@ class ChainLocations:
         self._seen.clear()
         self._index.forget(self._query(span.chunk_hashes, span.first_chunk_index, span.group_head(0)))
 
+    def note_stored(self, span: ChunkRange) -> None:
+        """Some of these chunks have just been stored from here."""
+        self._index.note_stored(self._query(span.chunk_hashes, span.first_chunk_index, span.group_head(0)))
+
     def _query(self, chunk_hashes: bytes, first_chunk_index: int, group_head: bytes) -> ChainQuery:
         return ChainQuery(
             keyspace=self._rank.keyspace,

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvpool.core.cancel import CancelToken
 from kvpool.core.chunks import ChunkRange
@@ -18,18 +21,22 @@ from kvpool.core.ipc import IpcEvent
 from kvpool.core.payload import chunk_bytes
 from kvpool.core.tracing import NO_TRACER, PAGES, SERVED_PAGES, Span, Tracer
 from kvpool_gpuagent.config import GpuAgentConfig
+from kvpool_gpuagent.core.cached_chunks import CachedChunks, PulledChunks, with_pulled
 from kvpool_gpuagent.core.leases import LeaseBudget
 from kvpool_gpuagent.core.pages import CopyBatch
 from kvpool_gpuagent.core.requests import LoadOutcome, Rank, StoreOutcome, check_chunks, check_load, check_store
-from kvpool_gpuagent.core.sources import Bandwidths, CopiedBytes, LoadSource, SourceRun
-from kvpool_gpuagent.engine.descriptors import HoldFile
-from kvpool_gpuagent.engine.events import SessionEvents, UsedEvent
+from kvpool_gpuagent.core.sources import Bandwidths, CopiedBytes, LoadSource, SourceRun, with_cached
+from kvpool_gpuagent.engine.descriptors import HoldFile, map_generations
+from kvpool_gpuagent.engine.events import EnginePassed, SessionEvents, UsedEvent
 from kvpool_gpuagent.engine.leasing import LeaseOutcome, SessionLeases
 from kvpool_gpuagent.engine.loading import LoadRun, ReportProgress
 from kvpool_gpuagent.engine.locations import ChainLocations, SeenChunks
 from kvpool_gpuagent.engine.storing import AskStillValid, StoreRun
 from kvpool_gpuagent.metrics import AgentMetrics
-from kvpool_gpuagent.ports import Device, EngineCache, IndexPort, MappedHandle, PagePool
+from kvpool_gpuagent.ports import BlockIds, Device, EngineCache, IndexPort, MappedHandle, PagePool
+
+if TYPE_CHECKING:
+    from kvpool_gpuagent.engine.host_caches import HostCaches
 
 
 def traced(cache: EngineCache, tracer: Tracer) -> EngineCache:
@@ -111,6 +118,7 @@ class EngineIdentity:
     keyspace_name: str
     hash_key: bytes
     layers_per_progress: int
+    engine_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +133,7 @@ class AgentParts:
     bandwidths: Bandwidths = field(default_factory=Bandwidths)
     copied: CopiedBytes = field(default_factory=CopiedBytes)
     tracer: Tracer = NO_TRACER
+    caches: HostCaches | None = None  # None where no GPU caches are looked up
 
 
 class EngineSession:
@@ -144,6 +153,8 @@ class EngineSession:
         rank = self.rank = identity.rank
         self.engine_name, self.keyspace_name = identity.engine_name, identity.keyspace_name
         self.hash_key, self._layers_per_progress = identity.hash_key, identity.layers_per_progress
+        self.engine_id = identity.engine_id
+        self.cached: CachedChunks | None = None  # what the engine has announced, if it has generations
         self.session_id = secrets.token_bytes(16)
         self.owner = ""  # whose share of the agent's sessions it takes; see GpuAgentEngine.claim
         self.unmapped = asyncio.Event()
@@ -155,6 +166,7 @@ class EngineSession:
         self._tracer = parts.tracer
         self._locations = ChainLocations(rank, parts.index, pool, parts.metrics, seen, host_id=config.host_id)
         self._leases = SessionLeases(rank, self._locations, pool, parts.lease_budget, config, parts.metrics)
+        self._caches = parts.caches
         self._cache: EngineCache | None = None
         self._hold_file: HoldFile | None = None
         self._mapping = _Running()
@@ -165,13 +177,20 @@ class EngineSession:
         self._closing: asyncio.Future[None] | None = None
 
     async def map_cache(
-        self, handles: Sequence[MappedHandle], events: Sequence[IpcEvent], hold_file: HoldFile | None
+        self,
+        handles: Sequence[MappedHandle],
+        events: Sequence[IpcEvent],
+        hold_file: HoldFile | None,
+        generations: int | None = None,
     ) -> None:
         """Map the engine's memory and reach the pagestore. Owns the descriptors and the hold file. Raises
-        InvalidRequest naming the handle, Stopped if the session was closed meanwhile."""
+        InvalidRequest naming the handle, Stopped if the session was closed meanwhile.
+
+        generations: descriptor of the table of block generations, if the engine has one.
+        """
         rank = self.rank
         if self._closing is not None:
-            await _give_up(handles, hold_file)
+            await _give_up(handles, hold_file, generations)
             raise Stopped("the session was closed while it was registered")
         self._hold_file, self.handles = hold_file, tuple(handles)
         self._mapping.ended.clear()
@@ -180,10 +199,25 @@ class EngineSession:
             self._cache = await self._device.map_cache(rank.spec, rank.grid, rank.layout, handles, events)
         finally:
             self._mapping.ended.set()
+            if generations is not None:
+                table = np.frombuffer(map_generations(generations, rank.layout.block_count), dtype=np.int64)
+                self.cached = CachedChunks(table, rank.blocks_per_chunk)
         if self._closing is None:
             await self._pool.connect()
         if self._closing is not None:
             raise Stopped("the session was closed while it was registered")
+
+    def generations(self, block_ids: BlockIds) -> BlockIds:
+        """Return the generations of blocks as they are now. Raises InvalidRequest for blocks of an engine without."""
+        if self.cached is None:
+            raise InvalidRequest("the session has no block generations")
+        return self.cached.generations(block_ids)
+
+    def announce(self, chunk_hashes: bytes, block_ids: BlockIds, generations: BlockIds) -> None:
+        """The engine's cache holds chunks; see CachedChunks.announce. Raises InvalidRequest."""
+        if self.cached is None:
+            raise InvalidRequest("cached: register with block_generations first")
+        self.cached.announce(chunk_hashes, block_ids, generations)
 
     async def only_match(self) -> None:
         """The engine has no memory here: reach the pagestore, which knows what is local. Raises Stopped."""
@@ -207,12 +241,24 @@ class EngineSession:
         if held_chunks == len(hashes):
             return EngineMatch(matched_chunks=held_chunks, runs=())
         with self._metrics.match_duration.time():
-            found = await self._locations.match(hashes, held_chunks)
+            found = await self._match(hashes, held_chunks)
         for run in found:
             self._metrics.matched_chunks.labels(run.source.name.lower()).inc(run.chunk_count)
         found_chunks = sum(run.chunk_count for run in found)
         self._metrics.unmatched_chunks.inc(len(hashes) - held_chunks - found_chunks)
         return EngineMatch(matched_chunks=held_chunks + found_chunks, runs=tuple(self._estimated(run) for run in found))
+
+    async def _match(self, hashes: Sequence[bytes], held_chunks: int) -> list[SourceRun]:
+        if self._caches is None or not self.engine_id:
+            return await self._locations.match(hashes, held_chunks)
+        finding = asyncio.ensure_future(self._caches.find(self, b"".join(hashes[held_chunks:])))
+        try:
+            found = await self._locations.match(hashes, held_chunks)
+        except KvPoolError:
+            if not (await finding)[0]:
+                raise
+            found = []  # what GPUs of this host hold needs no index
+        return with_cached(found, await finding)
 
     async def store(
         self, request_id: int, span: ChunkRange, ask_still_valid: AskStillValid, after: UsedEvent
@@ -226,6 +272,7 @@ class EngineSession:
             run = StoreRun(self.rank, span, self._pool, cache, self._metrics)
             passed = partial(after.passed, cache.event_passed, running.stop)
             outcome = await run.run(ask_still_valid, running.stop, passed)
+        self._locations.note_stored(span)
         count = self._metrics.stored_chunks
         count.labels("stored").inc(outcome.stored_chunks)
         count.labels("deduplicated").inc(outcome.deduplicated_chunks)
@@ -241,34 +288,60 @@ class EngineSession:
         after: UsedEvent,
         *,
         compute_s_per_token: float = 0.0,
+        from_gpu: bool = False,
     ) -> LoadOutcome:
         """Load chunks, after the engine's work; see LoadRun. Raises InvalidRequest before anything is touched.
 
-        compute_s_per_token: of the engine, were it to compute them; 0 if unknown.
+        compute_s_per_token: of the engine, were it to compute them; 0 if unknown. from_gpu: what GPU caches of other
+        ranks hold comes from there.
         """
         cache, loop = traced(self._ready_cache(), self._tracer), asyncio.get_running_loop()
         check_load(span, self.rank, max_chunks=self._config.max_request_chunks)
         started_s = loop.time()
         with self._request(request_id, "load") as running, self._metrics.load_duration.time():
             passed = partial(after.passed, cache.event_passed, running.stop)
-            sources = await self._locations.sources_of(span, running.stop, started_s + wait_s)
-            run = LoadRun(
-                self.rank,
-                span,
-                sources,
-                self._pool,
-                cache,
-                self._metrics,
-                self._copied,
-                layers_per_progress=self._layers_per_progress,
-            )
-            outcome = await run.run(report, running.stop, started_s + wait_s, passed)
+            ends_at_s = started_s + wait_s
+            pulled = await self._pull(span, passed, running.stop, ends_at_s) if from_gpu else None
+            left = pulled.left if pulled is not None else range(span.chunk_count)
+            outcome, loaded_bytes = LoadOutcome(chunk_count=0), dict.fromkeys(LoadSource, 0)
+            if left:
+                rest = span.part(left)
+                run = LoadRun(
+                    self.rank,
+                    rest,
+                    await self._locations.sources_of(rest, running.stop, ends_at_s),
+                    self._pool,
+                    cache,
+                    self._metrics,
+                    self._copied,
+                    layers_per_progress=self._layers_per_progress,
+                )
+                outcome = await run.run(partial(_report_part, report, left), running.stop, ends_at_s, passed)
+                loaded_bytes = run.loaded_bytes
+            if pulled is not None:
+                outcome = with_pulled(outcome, span, self.rank.spec.chunk_tokens, pulled)
+                loaded_bytes[LoadSource.GPU] = pulled.size_bytes
+                self._metrics.loaded_bytes.labels("gpu").inc(pulled.size_bytes)
         duration_s = loop.time() - started_s
-        copying_s = run.copying_s or duration_s  # the engine's own work and other requests' turns are not the link's
-        count_load(self._metrics, self._bandwidths, run.loaded_bytes, copying_s, outcome, compute_s_per_token)
+        copying_s = (
+            outcome.copying_s or duration_s
+        )  # the engine's own work and other requests' turns are not the link's
+        count_load(self._metrics, self._bandwidths, loaded_bytes, copying_s, outcome, compute_s_per_token)
         if outcome.error is not None:
             self._locations.forget(span)
         return outcome
+
+    async def _pull(
+        self, span: ChunkRange, passed: EnginePassed, stop: CancelToken, ends_at_s: float
+    ) -> PulledChunks | None:
+        """What GPU caches of other ranks bring of a load; None: nothing. Never raises."""
+        if self._caches is None:
+            return None
+        try:
+            await passed(max(0.0, ends_at_s - asyncio.get_running_loop().time()))
+        except KvPoolError:
+            return None  # the rest of the load meets it, too
+        return await self._caches.pull(self, span, stop, ends_at_s)
 
     async def lease(self, request_id: int, span: ChunkRange, hold_s: float, *, hold_only: bool = False) -> LeaseOutcome:
         """Keep chunks in staging for a load to come; see SessionLeases.lease. Raises Stopped while the session
@@ -337,6 +410,7 @@ class EngineSession:
         except Exception:
             # The hold file stays open: then the end of this process says that the memory is untouched.
             _log.exception("an engine's memory could not be unmapped; its blocks stay held until this process ends")
+        self.cached = None
         self.unmapped.set()
         try:
             await self._pool.close()
@@ -373,10 +447,15 @@ class EngineSession:
         return run.chunk_count, run.source, self._bandwidths.estimate_ms(run.source, run_bytes)
 
 
-async def _give_up(handles: Sequence[MappedHandle], hold_file: HoldFile | None) -> None:
-    for handle in handles:
-        if handle.descriptor is not None:
-            os.close(handle.descriptor)
+def _report_part(report: ReportProgress, part: range, layers: int, failed: Sequence[int]) -> None:
+    """Report the progress of a part of a load."""
+    report(layers, [part[position] for position in failed])
+
+
+async def _give_up(handles: Sequence[MappedHandle], hold_file: HoldFile | None, generations: int | None) -> None:
+    for descriptor in (*(handle.descriptor for handle in handles), generations):
+        if descriptor is not None:
+            os.close(descriptor)
     if hold_file is not None:
         await hold_file.release()
 

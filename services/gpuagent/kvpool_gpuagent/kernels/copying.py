@@ -158,5 +158,5 @@ def tile_pointers(
 
 @triton.jit
 def table_row(table: tl.tensor, row: tl.tensor, COLUMNS: tl.constexpr) -> tl.tensor:
-    """The pointer to a row of an int64 table, of which the address is given."""
-    return table.to(tl.pointer_type(tl.int64)) + tl.cast(row, tl.int64) * COLUMNS
+    """The pointer to a row of an int64 table, of which the address is given: an int32 to Triton where it is so low."""
+    return table.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.cast(row, tl.int64) * COLUMNS

@@ -203,6 +203,9 @@ class MemoryLocationStore:
         for values in self._steps([(span.keyspace, span.group_head)], only=span.part):
             yield [entry for entry, value in values if held_by(value, ordinal)]
 
+    async def group_heads(self, keyspace: bytes) -> AsyncIterator[list[bytes]]:
+        yield [head for head, group in self._groups.get(keyspace, {}).items() if group.chunk_count]
+
     async def chunks(self) -> AsyncIterator[list[NamedChunk]]:
         places = [(keyspace, head) for keyspace, groups in self._groups.items() for head in groups]
         for values in self._steps(places):

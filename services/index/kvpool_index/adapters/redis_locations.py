@@ -76,6 +76,7 @@ _CALL_OPERATIONS: Final = 64  # of one group by one script: a third of a millise
 _SCAN_COUNT: Final = b"512"
 _FEW_COUNT: Final = b"32"  # groups; what one step decodes is nothing to a match beside it
 _FEW_GROUPS: Final = 8  # of split ones, whose digests are read at once
+_STEP_RANGES: Final = 16  # whose groups are listed at once: half a millisecond with four million chunks in all
 _STEP_KEYS: Final = 32  # hashes that are looked into at once
 _STEP_COUNT: Final = b"128"  # of the chunks of each; a hash that Redis keeps packed comes whole, 512 chunks at most
 _STEP_CHUNKS: Final = 2048
@@ -355,6 +356,20 @@ class RedisLocationStore:
     async def part_entries(self, ordinal: int, span: PartSpan) -> AsyncIterator[list[NodeEntry]]:
         async for found in self._contents(self._span_keys(span), with_parts=False):
             yield [entry for entry, value in found if part_of(entry.field) == span.part and held_by(value, ordinal)]
+
+    async def group_heads(self, keyspace: bytes) -> AsyncIterator[list[bytes]]:
+        for start in range(0, RANGE_COUNT, _STEP_RANGES):
+            # A group moves from the first to the second when it is split, and never back while it has chunks.
+            for sets in (self._group_keys, self._split_keys):
+                pending = [(key, b"0") for key in sets[start : start + _STEP_RANGES]]
+                while pending:
+                    commands = [pack(b"SSCAN", key, cursor, b"COUNT", _SCAN_COUNT) for key, cursor in pending]
+                    replies = await self._changes.exchange(commands, [key for key, _ in pending])
+                    scanned = [checked(reply) for reply in replies]
+                    yield [each[HASH_BYTES:] for _, found in scanned for each in found if each.startswith(keyspace)]
+                    pending = [
+                        (key, cursor) for (key, _), (cursor, _) in zip(pending, scanned, strict=True) if cursor != b"0"
+                    ]
 
     async def chunks(self) -> AsyncIterator[list[NamedChunk]]:
         async for keys in self._scan(_escaped(self._prefix) + _ANY_TAG + b"*", count=_FEW_COUNT):

@@ -4,7 +4,8 @@ import asyncio
 import logging
 import secrets
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 from kvpool.core.cluster import UNNUMBERED, NodeInfo, RegistrationAttempt
@@ -159,27 +160,34 @@ class RedisNodeDirectory:
         now_us = _microseconds(checked(time))
         records, loads = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in map(checked, tables))
         await self._learn_infos(records)
+        known = self._known
         found: list[NodeRecord] = []
-        for number, (node_id, packed) in enumerate(records.items(), start=1):
-            info = self._known.get(node_id, _NO_INFO)[1]
-            if info is not None:
-                found.append(_node_record(info, packed, loads.get(node_id), now_us))
-            if number % REFRESH_STEP_NODES == 0:
-                await asyncio.sleep(0)
+        for part in _steps(records):
+            for node_id, packed in part:
+                info = known.get(node_id, _NO_INFO)[1]
+                if info is not None:
+                    _, ordinal, _, _, lease_end_us, alive, ended = _RECORD.unpack(packed)
+                    load, remaining_ms = unpack_load(loads.get(node_id)), (lease_end_us - now_us) // 1000
+                    found.append(NodeRecord(info, load, ordinal, alive == 1, ended == 1, remaining_ms))
+            await asyncio.sleep(0)
         return found
 
     async def _learn_infos(self, records: Mapping[bytes, bytes]) -> None:
         """Read what nodes registered that have done so since the last time: each time their epoch grows."""
-        known: dict[bytes, tuple[bytes, NodeInfo | None]] = {}
-        changed: list[bytes] = []
-        for number, (node_id, packed) in enumerate(records.items(), start=1):
-            before = self._known.get(node_id, _NO_INFO)
-            if before[0] == _registration(packed):
-                known[node_id] = before
-            else:
-                changed.append(node_id)
-            if number % REFRESH_STEP_NODES == 0:
-                await asyncio.sleep(0)
+        before, changed = self._known, list[bytes]()
+        for some in _steps(records):
+            changed += [
+                node_id
+                for node_id, packed in some
+                if before.get(node_id, _NO_INFO)[0]
+                != (packed[:_REGISTRATION_BYTES] if len(packed) == _RECORD.size else packed)
+            ]
+            await asyncio.sleep(0)
+        if not changed and len(before) == len(records):
+            return
+        known = {node_id: before[node_id] for node_id in records.keys() & before.keys()}
+        for node_id in changed:
+            known.pop(node_id, None)
         for start in range(0, len(changed), REFRESH_STEP_NODES):
             part = changed[start : start + REFRESH_STEP_NODES]
             infos = await self._connections.call(self._infos, b"HMGET", self._infos, *part)
@@ -247,16 +255,11 @@ def _registration(packed: bytes) -> bytes:
     return packed[:_REGISTRATION_BYTES] if len(packed) == _RECORD.size else packed
 
 
-def _node_record(info: NodeInfo, packed: bytes, load: bytes | None, now_us: int) -> NodeRecord:
-    _, ordinal, _, _, lease_end_us, alive, ended = _RECORD.unpack(packed)
-    return NodeRecord(
-        info=info,
-        load=unpack_load(load),
-        ordinal=ordinal,
-        alive=bool(alive),
-        ended=bool(ended),
-        lease_remaining_ms=(lease_end_us - now_us) // 1000,
-    )
+def _steps(records: Mapping[bytes, bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+    """The records, REFRESH_STEP_NODES at a time."""
+    rest = iter(records.items())
+    while part := list(islice(rest, REFRESH_STEP_NODES)):
+        yield part
 
 
 def _microseconds(time: Reply) -> int:

@@ -179,11 +179,14 @@ def parse_redis_url(url: str) -> RedisUrl:
         return _parse_single(url)
     if base not in ("redis", "rediss") or topology not in ("sentinel", "cluster"):
         raise ValueError("the scheme must be redis, rediss, unix, redis+sentinel, rediss+sentinel or redis+cluster")
-    parts = _split(urlsplit, url)
+    rest = url.partition("://")[2]
+    authority = rest[: next((at for at, one in enumerate(rest) if one in "/?#"), len(rest))]
+    account, _, hosts = authority.rpartition("@")
+    # Several hosts are none to urlsplit: some releases of Python refuse brackets that are not the first of them.
+    parts = _split(urlsplit, f"{scheme}://{account}@hosts{rest[len(authority) :]}")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     _refuse(options.keys() - _TLS_OPTIONS - (_SENTINEL_OPTIONS if topology == "sentinel" else frozenset()))
     tls = _tls(base, options)
-    account, _, hosts = parts.netloc.rpartition("@")
     username, _, password = account.partition(":")
     names = [unquote(name) for name in parts.path.split("/") if name]
     db = 0

@@ -3,8 +3,8 @@
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Final, NamedTuple
 
 from kvpool.core.addresses import check_node_addresses
 from kvpool.core.cluster import UNNUMBERED, LiveNode, NodeInfo, NodeKind, NodeLoad, RegistrationAttempt
@@ -20,9 +20,8 @@ INCARNATION_AHEAD: Final = (
 OF_ANOTHER_PROCESS: Final = "another process of this node registered this incarnation"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRecord:
-    """A node as the store knows it.
+class NodeRecord(NamedTuple):
+    """A node as the store knows it. A named tuple, because a replica makes one of every node each second.
 
     ordinal:  short name of (node, incarnation) in chunk values; another incarnation has another one.
     alive:    a lease was granted and neither ended nor declared dead; it may have run out all the same.
@@ -81,7 +80,7 @@ class NodeTable:
         for node_id, renewed in self._renewed.items():
             fresh, incarnation = by_id.get(node_id), renewed.record.info.incarnation
             if fresh is not None and fresh.record.alive and fresh.record.info.incarnation == incarnation:
-                fresh.record = replace(fresh.record, load=renewed.record.load)
+                fresh.record = fresh.record._replace(load=renewed.record.load)
                 fresh.expires_at_s = max(fresh.expires_at_s, renewed.expires_at_s)
         self._renewed = None
         self._by_ordinal, self._by_id = by_ordinal, by_id
@@ -100,7 +99,7 @@ class NodeTable:
         if known is None or known.record.info.incarnation != incarnation or not known.record.alive:
             return False
         if load is not None:
-            known.record = replace(known.record, load=load)
+            known.record = known.record._replace(load=load)
         known.expires_at_s = expires_at_s
         if self._renewed is not None:
             self._renewed[node_id] = known
@@ -121,6 +120,19 @@ class NodeTable:
         if known is None or not known.record.alive or known.expires_at_s <= now_s:
             return None
         return known.record.info
+
+    def registered_by_ordinal(self, ordinal: int) -> NodeInfo | None:
+        """The node of an ordinal unless it has ended its lease or was declared dead; the lease may have run out.
+
+        For what receivers keep: the event log says when a node ends or is declared dead, but nothing corrects an event
+        that leaves out a node whose lease only seemed over here, because the store answered late.
+        """
+        known = self._by_ordinal.get(ordinal)
+        return known.record.info if known is not None and known.record.alive else None
+
+    def registered_infos(self) -> list[NodeInfo]:
+        """All such nodes, by node id."""
+        return [known.record.info for _, known in sorted(self._by_id.items()) if known.record.alive]
 
     def knows_ordinal(self, ordinal: int) -> bool:
         """False if no node has this ordinal, or ever will again: what it named is gone."""

@@ -37,7 +37,7 @@ from kvpool_index.engine.match import MatchService, RouteService
 from kvpool_index.engine.nodes import LeaseService, NodeService, Refusals
 from kvpool_index.engine.watch import WatchService
 from kvpool_index.metrics import IndexMetrics
-from kvpool_index.ports import IndexStore
+from kvpool_index.ports import IndexStore, LocationStore
 
 _MAX_PLACED_NODES = 16
 
@@ -71,6 +71,44 @@ class OpenStreams:
         self._draining.set()
         for task in self._tasks:
             task.cancel()
+
+
+class GroupListings:
+    """Lists the chain groups of keyspaces, one keyspace at a time: callers that wait share the listing that comes next.
+
+    So many receivers that start afresh together cost the store two listings.
+    """
+
+    def __init__(self, store: LocationStore) -> None:
+        self._store = store
+        self._next: dict[bytes, asyncio.Task[bytes]] = {}  # by keyspace, that has not begun to read
+        self._tasks: set[asyncio.Task[bytes]] = set()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def heads(self, keyspace: bytes) -> bytes:
+        """Return the heads of the groups that had a chunk when this was called, joined."""
+        listing = self._next.get(keyspace)
+        if listing is None:
+            listing = self._next[keyspace] = asyncio.create_task(self._list(keyspace), name="list-groups")
+            self._tasks.add(listing)
+            listing.add_done_callback(self._end)
+        return await asyncio.shield(listing)
+
+    async def close(self) -> None:
+        """End all."""
+        for listing in self._tasks:
+            listing.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _list(self, keyspace: bytes) -> bytes:
+        async with self._one_at_a_time:
+            del self._next[keyspace]  # those who ask from now on need a later one
+            return b"".join([head async for some in self._store.group_heads(keyspace) for head in some])
+
+    def _end(self, listing: asyncio.Task[bytes]) -> None:
+        self._tasks.discard(listing)
+        if not listing.cancelled():
+            listing.exception()  # that of one whose callers have all left goes to no caller
 
 
 class IndexEngine:
@@ -112,6 +150,7 @@ class IndexEngine:
         self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
         self._announcements = AnnounceService(store.locations, store.events, self._nodes, self._keyspaces, metrics)
         self._reconciliation = ReconcileService(store.locations, self._announcements, store.nodes, metrics)
+        self._listings = GroupListings(store.locations)
         self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics, clock, uniform)
 
     @property
@@ -139,6 +178,7 @@ class IndexEngine:
     async def close(self) -> None:
         """End what the engine has started itself."""
         await self._watches.close()
+        await self._listings.close()
         await self._leases.close()
 
     async def open_keyspace(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
@@ -238,6 +278,11 @@ class IndexEngine:
     async def report_stale(self, tenant: str, stale: Sequence[StaleLocation]) -> list[bool]:
         """Remove stale locations; returns per item whether it was there."""
         return await self._announcements.report_stale(tenant, stale)
+
+    async def chain_groups(self, tenant: str, keyspace: bytes) -> bytes:
+        """Return the heads of all groups of a keyspace that have a chunk, joined. Raises KeyspaceUnknown."""
+        await self._keyspaces.get(tenant, keyspace)
+        return await self._listings.heads(keyspace)
 
     async def drop_keyspace(self, tenant: str, keyspace: bytes, node_id: bytes) -> int:
         """Remove a keyspace's locations; returns the number of chunks that lost one. Raises KeyspaceUnknown."""

@@ -197,7 +197,7 @@ class LogReader:
         self, states: Sequence[ChunkState], keyspaces: Mapping[bytes, KnownKeyspace | None]
     ) -> list[OwnedEvent]:
         found: list[OwnedEvent] = []
-        live_node = self._nodes.live_node_now()
+        live_node = self._nodes.table.registered_by_ordinal
         for state in states:
             keyspace = keyspaces[state.keyspace]
             if keyspace is None:

@@ -109,6 +109,11 @@ class NodeService:
         nodes = self.table.live_nodes(self._clock.monotonic_s())
         return [node for node in nodes if kind is None or node.info.kind == kind]
 
+    async def registered_nodes(self) -> list[NodeInfo]:
+        """Nodes by node id that have not ended their lease, nor been declared dead, which the event log would say."""
+        await self.refresh()
+        return self.table.registered_infos()
+
     async def record(self, node_id: bytes) -> NodeRecord | None:
         """Return the record of a node that has not ended its lease; reads the store if there is none here.
 

@@ -163,10 +163,8 @@ class WatchService:
     async def _resync(self, watcher: _Watcher, position: Position, cause: str) -> IndexEvent:
         if cause != _BEGINS:
             self._metrics.watch_resyncs.inc()
-        nodes = await self._nodes.live_nodes(None) if watcher.for_replica else []
-        return IndexEvent(
-            position=str(position), event=ResyncEvent(cause=cause, nodes=tuple(node.info for node in nodes))
-        )
+        nodes = await self._nodes.registered_nodes() if watcher.for_replica else []
+        return IndexEvent(position=str(position), event=ResyncEvent(cause=cause, nodes=tuple(nodes)))
 
     def _deliver(self, news: Sequence[EntryEvents]) -> None:
         for watcher in self._watchers:

@@ -21,7 +21,7 @@ import numpy as np
 from kvpool.core.errors import PageCorrupt, StartupFailed, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.file_io import Descriptors, allows_direct, make_directories, sync_directory
-from kvpool_pagestore.adapters.records import UsedBlocks, decode_place
+from kvpool_pagestore.adapters.records import RecordColumns, UsedBlocks, decode_place
 from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent, ExtentBudget, FreeExtents
 
 _log = logging.getLogger(__name__)
@@ -258,17 +258,23 @@ class ExtentBlocks:
                     else:
                         self._free.give(extents)
 
-    def give_all_unless_read(self, keys: Sequence[bytes], records: Sequence[bytes]) -> None:
-        """The same of many pages, by their packed keys and encoded records: neighbours are joined first."""
+    def give_if_read(self, keys: Sequence[bytes], records: Sequence[bytes]) -> UsedBlocks:
+        """Free those of many pages that are read, as `give_unless_read` does; the blocks of the others.
+
+        keys, records: packed and encoded. No reader will find the pages any more.
+        """
         with self._lock:
             readers = {key.pack(): key for key in self._readers}
         read = [at for at, packed in enumerate(keys) if packed in readers] if readers else []
         self.give_unless_read([(readers[keys[at]], decode_place(records[at])[1]) for at in read])
         left = set(read)
         others = [record for at, record in enumerate(records) if at not in left] if left else records
-        free = UsedBlocks.joined([UsedBlocks.of(others)]).merged() if others else []
-        for start in range(0, len(free), _GIVEN_AT_ONCE):
-            self.give(free[start : start + _GIVEN_AT_ONCE])
+        return UsedBlocks.joined([RecordColumns.of(others).used])
+
+    def give_all(self, free: UsedBlocks) -> None:
+        """Free many blocks that no record names and no reader uses."""
+        for part in free.extents(_GIVEN_AT_ONCE):
+            self.give(part)
 
     def begin_reading(self, key: PageKey) -> None:
         """Call before the page is looked up."""

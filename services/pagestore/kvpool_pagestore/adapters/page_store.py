@@ -20,10 +20,10 @@ from kvpool_pagestore.adapters.records import (
     RECORDS,
     VALUES,
     PageRecord,
+    RecordColumns,
     Trailer,
     UsedBlocks,
     decode_place,
-    kept_parts,
     keyspace_bounds,
     keyspace_of_value_key,
     keyspace_value_key,
@@ -43,6 +43,7 @@ _LOAD_ROWS: Final = 1 << 14
 _SCAN_ROWS: Final = 1 << 13
 _FORGOTTEN_ROWS: Final = 1024  # under the lock at once
 _UNSYNCED_PAGES: Final = 1 << 14  # deleted, of which each takes 300 bytes until that is synced
+_FREED_TOGETHER: Final = 2  # parts of a keyspace that is forgotten: joining their blocks saves time
 _PROBE_NAME: Final = "probe"
 _Freed = list[tuple[PageKey, Extents]]
 
@@ -221,7 +222,8 @@ class _Pages:
     def scan(self) -> Iterator[StoredPages]:
         """Every page that has a record. Raises StoreFault."""
         for keys, records in row_blocks(self.database, RECORDS, _SCAN_ROWS):
-            yield StoredPages.packed(keys, *kept_parts(records))
+            columns = RecordColumns.of(records)
+            yield StoredPages.packed(keys, columns.page_bytes, columns.metadata)
 
     def take_found(self) -> FoundChunks | None:
         """What the opening found, which reads all records for the free blocks anyway; None if that is not known."""
@@ -306,19 +308,26 @@ class _Pages:
         self.sidecar.clear_keyspace(keyspace, last_number)
         following: bytes | None
         following, end = keyspace_bounds(keyspace)
-        while following is not None:
-            keys, records = list[bytes](), list[bytes]()
-            while following is not None and len(keys) < _UNSYNCED_PAGES:
-                with self._lock:  # for some milliseconds: writers of other keyspaces wait for it
-                    following = self._forget_some(following, end, keys, records)
-            try:
-                self._sync()
-            except BaseException:
-                with self._lock:
-                    freed = zip(keys, records, strict=True)
-                    self._unsynced += [(PageKey.unpack(key), decode_place(record)[1]) for key, record in freed]
-                raise
-            self._blocks.give_all_unless_read(keys, records)
+        free = list[UsedBlocks]()  # 12 bytes for each run of blocks, which mostly are neighbours once more are here
+        try:
+            while following is not None:
+                keys, records = list[bytes](), list[bytes]()
+                while following is not None and len(keys) < _UNSYNCED_PAGES:
+                    with self._lock:  # for some milliseconds: writers of other keyspaces wait for it
+                        following = self._forget_some(following, end, keys, records)
+                try:
+                    self._sync()
+                except BaseException:
+                    with self._lock:
+                        freed = zip(keys, records, strict=True)
+                        self._unsynced += [(PageKey.unpack(key), decode_place(record)[1]) for key, record in freed]
+                    raise
+                free.append(self._blocks.give_if_read(keys, records).merged())
+                if len(free) == _FREED_TOGETHER:  # on a full disk writers of other keyspaces wait for them
+                    self._blocks.give_all(UsedBlocks.joined(free).merged())
+                    free.clear()
+        finally:
+            self._blocks.give_all(UsedBlocks.joined(free).merged())
 
     def probe(self) -> None:
         """Find the room that was not there, and read a page. Raises StoreFault while either fails."""
@@ -362,8 +371,9 @@ class _Pages:
 
         def used_blocks() -> Iterator[UsedBlocks]:
             for keys, records in row_blocks(self.database, RECORDS, _LOAD_ROWS):
-                found.add(StoredPages.packed(keys, *kept_parts(records)))
-                yield UsedBlocks.of(records)
+                columns = RecordColumns.of(records)
+                found.add(StoredPages.packed(keys, columns.page_bytes, columns.metadata))
+                yield columns.used
 
         used = UsedBlocks.joined(used_blocks())
         if lost := self._blocks.found(used):

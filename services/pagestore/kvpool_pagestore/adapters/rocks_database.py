@@ -39,7 +39,7 @@ from kvpool_pagestore.adapters.records import FORMAT_NAME, LOG_NAME, RECORDS, SA
 _log = logging.getLogger(__name__)
 
 _FAMILIES: Final = (RECORDS, SALVAGED, VALUES)
-_FORMAT: Final = b"2, page bytes in extents"
+_FORMAT: Final = b"3, page bytes in extents"
 _BLOCK_CACHE_BYTES: Final = 4 << 20  # at least; records only: the arena is the cache of pages
 _BLOCK_BYTES: Final = 16 << 10  # of records: an index of blocks of 4 KiB takes as much memory as the filter
 _CACHE_SHARE: Final = 64  # one part in this many of the tables: filters and indexes are 1.6 of 140 bytes a record

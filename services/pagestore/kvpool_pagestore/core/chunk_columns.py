@@ -19,6 +19,7 @@ from kvpool_pagestore.core.stored_pages import PageKind, StoredPage, StoredPages
 NAME_BYTES: Final = 32  # of a chunk: keyspace id and chunk hash, which a packed key begins with
 HASH_BYTES: Final = 16
 _ASKED: Final = Struct("<qiqqqq")  # ttl_ms, priority, pinned_until_us, expires_us, chunk_index, prompt_tokens
+_HASH: Final = Struct(f"{HASH_BYTES}s")
 _SMALL: Final = np.iinfo(np.int32)  # indexes and counts of tokens that fit a column
 _PART_ROWS: Final = 256
 _ONE: Final = np.uint64(1)
@@ -88,7 +89,12 @@ class ChunkColumns:
 
     def heads(self, first: int, end: int) -> bytes:
         """Those of rows."""
-        return bytes(self._heads[first * HASH_BYTES : end * HASH_BYTES])
+        return bytes(memoryview(self._heads)[first * HASH_BYTES : end * HASH_BYTES])
+
+    def heads_of(self, rows: npt.NDArray[np.int32]) -> Iterator[bytes]:
+        """Those of some rows."""
+        heads = np.frombuffer(self._heads, f"V{HASH_BYTES}")[rows].tobytes()
+        return (head for (head,) in _HASH.iter_unpack(heads))
 
     def forget(self, row: int) -> None:
         """The row is free."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain, pairwise
@@ -17,7 +17,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.location_digest import ChunkPlaces
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.chunk_columns import HASH_BYTES, NAME_BYTES, ChunkColumns, FoundChunks
-from kvpool_pagestore.core.events import BytesHeld, PageEvents, PagesLeft
+from kvpool_pagestore.core.events import BytesHeld, ChunksLeft, PageEvents, PagesLeft
 from kvpool_pagestore.core.eviction import EvictionPolicy
 from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
 from kvpool_pagestore.core.keyspaces import chunk_pages
@@ -26,7 +26,7 @@ from kvpool_pagestore.core.retention import extended
 from kvpool_pagestore.core.stored_pages import run_begins, words
 
 _PART_ROWS: Final = 256
-_PLACED_ROWS: Final = 1 << 16  # two steps of 10 ms; what is gathered for each range goes back to the system afterwards
+_PLACED_ROWS: Final = 1 << 17  # two steps of 15 ms; what is gathered for each range goes back to the system afterwards
 _MANY: Final = 1 << 62
 
 PageBytes = Callable[[PageKey], int]
@@ -72,7 +72,7 @@ class _ChunkRows(PackedRows):
 class DiskMap:
     """Pages of the disk tier, and which chunks of them go when it is full.
 
-    Some 150 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
+    Some 150 bytes a chunk, the policy's included. Iteration follows rows, so that the map may change meanwhile.
     """
 
     def __init__(self, page_bytes: PageBytes, events: PageEvents, now_us: Callable[[], int]) -> None:
@@ -150,13 +150,27 @@ class DiskMap:
         row = self._find(keyspace + chunk_hash)
         return None if row < 0 else (self._rows.shards[row], self._kept.head(row))
 
+    def locations(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> list[tuple[bytes, int, bytes]]:
+        """Those of some chunks that are on disk: hash, bitmap of shards, and head of the group of each."""
+        if not len(self._rows):
+            return []
+        hashes = list(chunk_hashes)
+        rows = self._rows.find_all(b"".join([keyspace + one for one in hashes]))
+        shards = np.frombuffer(self._rows.shards, np.uint64)[rows] * (rows >= 0)
+        found = np.flatnonzero(shards)
+        if len(found) < len(hashes):  # others may have a row, for the chunks that follow them, and no columns
+            hashes, rows, shards = [hashes[at] for at in found.tolist()], rows[found], shards[found]
+        return list(zip(hashes, shards.tolist(), self._kept.heads_of(rows), strict=True))
+
     def places(self) -> Iterator[ChunkPlaces]:
         """All chunks, for the index."""
         for start in range(0, len(self._rows), _PLACED_ROWS):
             end = min(start + _PLACED_ROWS, len(self._rows))
             rows = start + np.flatnonzero(np.frombuffer(self._rows.shards[start:end], np.uint64))
-            names = np.frombuffer(self._rows.keys(start, end), np.uint8).reshape(-1, NAME_BYTES)[rows - start]
-            heads = np.frombuffer(self._kept.heads(start, end), np.uint8).reshape(-1, HASH_BYTES)[rows - start]
+            names = np.frombuffer(self._rows.keys(start, end), np.uint8).reshape(-1, NAME_BYTES)
+            heads = np.frombuffer(self._kept.heads(start, end), np.uint8).reshape(-1, HASH_BYTES)
+            if len(rows) < end - start:
+                names, heads = names[rows - start], heads[rows - start]
             for keyspace, begin, stop in _keyspaces(names):
                 yield ChunkPlaces(keyspace, names[begin:stop, HASH_BYTES:].tobytes(), heads[begin:stop].tobytes())
 
@@ -210,31 +224,28 @@ class DiskMap:
             self._events.publish(PagesLeft([key for key, _ in removed]))
         return removed
 
-    def remove_chunks(self, names: Iterable[bytes]) -> list[PageKey]:
-        """Forget all pages of chunks, named as by `names`; which they were."""
-        removed: list[PageKey] = []
-        sizes: dict[tuple[bytes, int], int] = {}  # of chunks by keyspace and bitmap of shards: few differ
-        left_bytes: Counter[bytes] = Counter()
-        for name in names:
-            row = self._find(name)
-            if row < 0:
-                continue
-            keyspace, chunk_hash, shards = name[:HASH_BYTES], name[HASH_BYTES:], self._rows.shards[row]
-            keys = chunk_pages(keyspace, chunk_hash, shards)
-            size_bytes = sizes.get((keyspace, shards))
-            if size_bytes is None:
-                size_bytes = sizes[keyspace, shards] = sum(map(self.page_bytes, keys))
-            left_bytes[keyspace] += size_bytes
-            removed += keys
-            self._rows.shards[row] = 0
-            self._kept.forget(row)
-            self._policy.remove(name)
-        self.page_count -= len(removed)
-        for keyspace, size_bytes in left_bytes.items():
+    def remove_chunks(self, names: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Forget all pages of chunks, named once each as by `names`; those that were here, with their shards."""
+        if not len(self._rows):
+            return []
+        rows = self._rows.find_all(b"".join(names))
+        bitmaps = np.frombuffer(self._rows.shards, np.uint64)[rows] * (rows >= 0)
+        removed: list[tuple[bytes, int]] = []
+        counts: Counter[tuple[bytes, int]] = Counter()  # of chunks by keyspace and bitmap of shards: few differ
+        for name, row, shards in zip(names, rows.tolist(), bitmaps.tolist(), strict=True):
+            if shards:
+                counts[name[:HASH_BYTES], shards] += 1
+                removed.append((name, shards))
+                self._rows.shards[row] = 0
+                self._kept.forget(row)
+                self._policy.remove_row(row)
+        for (keyspace, shards), count in counts.items():
+            size_bytes = count * sum(map(self.page_bytes, chunk_pages(keyspace, bytes(HASH_BYTES), shards)))
+            self.page_count -= count * shards.bit_count()
             self.size_bytes -= size_bytes
             self._events.publish(BytesHeld(keyspace, -size_bytes))
         if removed:
-            self._events.publish(PagesLeft(removed))
+            self._events.publish(ChunksLeft(removed))
         return removed
 
     def oldest(

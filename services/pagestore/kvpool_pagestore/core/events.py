@@ -6,7 +6,8 @@ returns, in the same turn of the event loop. The engine lists all subscribers, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -26,9 +27,9 @@ class BytesHeld:
 
 @dataclass(frozen=True, slots=True)
 class StagingChanged:
-    """A page that others may know of became visible in staging, or left it."""
+    """Pages that others may know of became visible in staging, or left it."""
 
-    record: PageRecord
+    records: Sequence[PageRecord]
     present: bool
 
 
@@ -52,6 +53,13 @@ class PagesLeft:
     """A slot of each page came back, or it left the disk. It may still be elsewhere on this node."""
 
     keys: Sequence[PageKey]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksLeft:
+    """All pages of chunks left the disk: names (keyspace id and chunk hash), and the bitmaps of their shards."""
+
+    chunks: Sequence[tuple[bytes, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,7 @@ PageEvent = (
     | DiskChanged
     | PagesArrived
     | PagesLeft
+    | ChunksLeft
     | PagesEvicted
     | PagesUsed
     | PagesRead
@@ -119,6 +128,10 @@ class PageEvents:
 
     def __init__(self) -> None:
         self._handlers: dict[type[PageEvent], tuple[Callable[[Any], None], ...]] = {}
+        self._merging = False
+        self._changed: list[StagingChanged] = []  # all with the same `present`
+        self._left: list[PageKey] = []
+        self._evicted: dict[Tier, int] = {}
 
     def subscribe(self, subscriptions: Sequence[Subscription[Any]]) -> None:
         """List all subscribers, once; those of one kind are called in this order."""
@@ -128,6 +141,56 @@ class PageEvents:
             self._handlers[one.kind] = (*self._handlers.get(one.kind, ()), one.handle)
 
     def publish(self, event: PageEvent) -> None:
-        """Return when all subscribers of the event's kind have handled it."""
-        for handle in self._handlers.get(type(event), ()):
+        """Return when all subscribers of the event's kind have handled it; but see `merged`."""
+        if not (self._merging and self._merge(event)):
+            for handle in self._handlers.get(type(event), ()):
+                handle(event)
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Many changes as one: StagingChanged, PagesLeft and PagesEvicted are delivered when the block ends.
+
+        Nothing may be awaited in the block, and blocks do not lie in each other.
+        """
+        assert not self._merging
+        self._merging = True
+        try:
+            yield
+        finally:
+            self._merging = False
+            left, self._left = self._left, []
+            evicted, self._evicted = self._evicted, {}
+            try:
+                self._deliver_changed()
+            finally:  # a handler that fails keeps nothing from the others
+                if left:
+                    self.publish(PagesLeft(left))
+                for tier, page_count in evicted.items():
+                    self.publish(PagesEvicted(tier, page_count))
+
+    def _merge(self, event: PageEvent) -> bool:
+        """Keep an event for the end of the block, if it is of a kind that can be merged."""
+        if isinstance(event, StagingChanged):
+            before = self._changed
+            if before and before[0].present != event.present:
+                self._changed = [event]
+                self._deliver(before)
+            else:
+                before.append(event)
+        elif isinstance(event, PagesLeft):
+            self._left += event.keys
+        elif isinstance(event, PagesEvicted):
+            self._evicted[event.tier] = self._evicted.get(event.tier, 0) + event.page_count
+        else:
+            return False
+        return True
+
+    def _deliver_changed(self) -> None:
+        changed, self._changed = self._changed, []
+        if changed:
+            self._deliver(changed)
+
+    def _deliver(self, changed: Sequence[StagingChanged]) -> None:
+        event = StagingChanged([record for one in changed for record in one.records], changed[0].present)
+        for handle in self._handlers.get(StagingChanged, ()):
             handle(event)

@@ -269,10 +269,15 @@ class EvictionPolicy(Generic[K]):
     def remove(self, key: K) -> None:
         """It is gone for a reason of the user's own; nothing of it is remembered."""
         row = self._rows.find(key)
-        if row >= 0 and self._flags[row] & _PRESENT:
+        if row >= 0:
+            self.remove_row(row)
+
+    def remove_row(self, row: int) -> None:
+        """The same by the key's number."""
+        if self._flags[row] & _PRESENT:
             self._window.forget(self._last_use[row])
             self._leave(row)
-        elif row >= 0:
+        else:
             self._free(row)
 
     def evict(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
+from itertools import chain
 from struct import iter_unpack
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 K = TypeVar("K", bound=Hashable)
 
@@ -91,6 +93,18 @@ class PackedRows:
             row = self._next[row]
         return row
 
+    def find_all(self, keys: bytes) -> npt.NDArray[np.int32]:
+        """The row of each of some keys, which lie one after the other; NO_ROW for those that have none."""
+        rows = np.frombuffer(self._first, np.int32)[self._buckets(keys)]
+        following, pending = np.frombuffer(self._next, np.int32), np.flatnonzero(rows >= 0)
+        if len(pending):
+            kept, wanted = (np.frombuffer(each, f"V{self._key_bytes}") for each in (self._keys, keys))
+        while len(pending):
+            pending = pending[kept[rows[pending]] != wanted[pending]]
+            rows[pending] = following[rows[pending]]
+            pending = pending[rows[pending] >= 0]
+        return rows
+
     def add(self, key: bytes) -> int:
         assert len(key) == self._key_bytes
         row, width = self._free, self._key_bytes
@@ -112,11 +126,10 @@ class PackedRows:
         """Give rows from 0 on to different keys, which lie one after the other; there are none yet."""
         assert not len(self)
         count = len(keys) // self._key_bytes
-        hashes = np.fromiter((hash(key) for (key,) in iter_unpack(f"{self._key_bytes}s", keys)), np.int64, count)
         bucket_count = max(_FIRST_BUCKETS, count)
+        self._first = array("i", [NO_ROW]) * bucket_count
         self._mask = (1 << (bucket_count.bit_length() - 1)) - 1
-        buckets = hashes & (self._mask << 1 | 1)
-        buckets = np.where(buckets < bucket_count, buckets, hashes & self._mask)
+        buckets = self._buckets(keys)
         order = np.argsort(buckets, kind="stable").astype(np.int32)
         ordered = buckets[order]
         is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])[:count]
@@ -143,7 +156,14 @@ class PackedRows:
 
     def keys(self, first: int, end: int) -> bytes:
         """The keys of rows one after the other; of those that are free, any."""
-        return bytes(self._keys[first * self._key_bytes : end * self._key_bytes])
+        return bytes(memoryview(self._keys)[first * self._key_bytes : end * self._key_bytes])
+
+    def _buckets(self, keys: bytes | bytearray) -> npt.NDArray[np.int64]:
+        """The bucket of each of some keys."""
+        each = chain.from_iterable(iter_unpack(f"{self._key_bytes}s", keys))
+        hashes = np.fromiter(map(hash, each), np.int64, len(keys) // self._key_bytes)
+        buckets = hashes & (self._mask << 1 | 1)
+        return np.where(buckets < len(self._first), buckets, hashes & self._mask)
 
     def _bucket(self, key: bytes) -> int:
         number = hash(key)  # of this process: clients choose chunk hashes, and could choose those of one bucket

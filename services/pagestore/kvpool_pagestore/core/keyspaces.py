@@ -39,7 +39,7 @@ class Keyspace:
         return payload_bytes(self.spec, self.grid, shard)
 
     def page_bytes(self, shard: int) -> int:
-        """Exact bytes of a shard's pages: header, payload, sum table."""
+        """Exact bytes of a shard's pages: header and payload."""
         known = self._page_bytes.get(shard)
         if known is None:
             known = self._page_bytes[shard] = page_bytes(self.payload_bytes(shard))

@@ -7,7 +7,7 @@ others must learn is published as events before the method returns; see core/eve
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvpool.core.cluster import PageMetadata
@@ -157,6 +157,10 @@ class PageTable:
         """Return the hashes of the chunks of a keyspace that have visible pages."""
         return list(self._staged.get(keyspace, _NO_CHUNKS))
 
+    def staged_names(self, keyspace: bytes) -> KeysView[bytes]:
+        """The chunk hashes of a keyspace with visible pages, as of now and later."""
+        return self._staged.get(keyspace, _NO_CHUNKS).keys()
+
     def chunk_slots(self, keyspace: bytes, chunk_hash: bytes) -> tuple[Slot, ...]:
         """Return the slots of a chunk's visible pages, in the order of their shards."""
         found = self._staged.get(keyspace, _NO_CHUNKS).get(chunk_hash, ())
@@ -223,7 +227,7 @@ class PageTable:
     def finish_commit(self, slot: Slot, *, verified: bool, dirty: bool, sealed: bool = True) -> bool:
         """Make the page visible, or free its slot. True if the page of this very slot is visible now.
 
-        sealed: False if its header and sum table are still to be written, which the caller does when they are needed.
+        sealed: False if its header is still to be written, which the caller does when they are needed.
         """
         assert slot.state is SlotState.COMMITTING
         self.writer_bytes -= slot.size_bytes
@@ -373,7 +377,7 @@ class PageTable:
         """Announce a visible page, or take that back, as the policy of its keyspace says now."""
         if self._staging_is_tier(slot.page.key.keyspace) != slot.is_announced:
             slot.is_announced = not slot.is_announced
-            self._events.publish(StagingChanged(slot.page, slot.is_announced))
+            self._events.publish(StagingChanged((slot.page,), slot.is_announced))
 
     def give_up(self, slot: Slot) -> None:
         """Evict a page that is not in use and not dirty."""
@@ -394,11 +398,16 @@ class PageTable:
         self._update_use(slot)
         return True
 
-    def drop_all(self, keys: Iterable[PageKey]) -> None:
-        """Drop those of many pages that are in staging or on their way there: usually few are."""
-        for key in keys:
-            if key.chunk_hash in self._staged.get(key.keyspace, _NO_CHUNKS) or key in self._filling:
-                self.drop(key)
+    def drop_chunks(self, keyspace: bytes, chunks: Iterable[tuple[bytes, int]]) -> None:
+        """Drop those pages of many chunks that are in staging or on their way there: usually few are.
+
+        chunks: hashes, and the bitmaps of the shards that are meant.
+        """
+        staged, filling = self._staged.get(keyspace, _NO_CHUNKS), self._filling
+        for chunk_hash, shards in chunks:
+            if chunk_hash in staged or filling:
+                for key in chunk_pages(keyspace, chunk_hash, shards):
+                    self.drop(key)
 
     # Sessions
 
@@ -490,7 +499,7 @@ class PageTable:
         self.ready_count -= 1
         if slot.is_announced:
             slot.is_announced = False
-            self._events.publish(StagingChanged(slot.page, False))
+            self._events.publish(StagingChanged((slot.page,), False))
 
     def _evicted(self, slot: Slot) -> None:
         self._hide(slot)

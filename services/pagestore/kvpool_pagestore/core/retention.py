@@ -128,6 +128,9 @@ class PinBook:
         self._ends = _Times()
         self._pinned_bytes = 0
 
+    def __len__(self) -> int:
+        return len(self._pins)
+
     def __contains__(self, key: PageKey) -> bool:
         return key.pack() in self._pins
 

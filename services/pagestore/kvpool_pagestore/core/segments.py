@@ -15,19 +15,18 @@ from contextlib import ExitStack, closing
 
 from kvpool.core.page import SLOT_ALIGNMENT_BYTES
 from kvpool_pagestore.core.eviction import EvictionPolicy
-from kvpool_pagestore.core.key_rows import PackedRows
+from kvpool_pagestore.core.key_rows import DictRows
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
 
-_NAME_BYTES = 34  # of a page, see Slot.name
 _LEAST_PREPARED_BYTES = 2 << 20  # a smaller rest of the budget is left to whatever needs it
 
 
-class _SlotRows(PackedRows):
+class _SlotRows(DictRows[bytes]):
     """Rows of page names, each with the page's slot; the policy lets go of none that has one."""
 
     def __init__(self) -> None:
-        super().__init__(_NAME_BYTES)
+        super().__init__()
         self.slots: list[Slot | None] = []  # None: a page that is not here, but others of its chain are
 
     def add(self, key: bytes) -> int:

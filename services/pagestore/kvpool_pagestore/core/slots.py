@@ -68,7 +68,7 @@ class Slot:
     orphaned_leases: int = 0
     pins: int = 0
     dirty: bool = False
-    sealed: bool = False  # header and sum table are in place and speak of the payload: the page verifies
+    sealed: bool = False  # the header is in place and has the digest of the payload: the page verifies
     # READY, but no longer to be found by its key: dropped while in use, free after the last use.
     deleted: bool = False
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, PageCorrupt, StoreFault
 from kvpool.core.fault_points import reach
-from kvpool.core.page import PageFaultKind, seal, verify
+from kvpool.core.page import PageFault, seal, verify
 from kvpool_pagestore.core.events import PagesArrived
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.policy import PolicyBook
@@ -92,7 +92,7 @@ class Commits:
         fault = verify(view, key, keyspace.spec.codec, payload_bytes)
         if fault is None:
             return None
-        if fault.kind is PageFaultKind.WRONG_CODEC and verify(view, key, None, payload_bytes) is None:
+        if fault is PageFault.WRONG_CODEC and verify(view, key, None, payload_bytes) is None:
             # Whole as it was sealed, so that no byte was lost: the writer means another codec.
             return InvalidRequest(f"page {key} is of another codec than its keyspace's {keyspace.spec.codec.name}")
         return PageCorrupt(f"page {key}: {fault}")
@@ -103,9 +103,11 @@ class Commits:
         self, slots: Sequence[Slot], errors: Sequence[KvPoolError | None], durable: bool, *, sealed: bool
     ) -> list[Committed]:
         visible: list[PageRecord] = []
-        answers = [
-            self._finish_one(slot, error, durable, sealed, visible) for slot, error in zip(slots, errors, strict=True)
-        ]
+        with self._events.merged():
+            answers = [
+                self._finish_one(slot, error, durable, sealed, visible)
+                for slot, error in zip(slots, errors, strict=True)
+            ]
         if visible:
             self._events.publish(PagesArrived(visible))
         if self._write_back is not None:
@@ -175,7 +177,7 @@ class Sealing:
         self._keyspaces = keyspaces
         self._workers = workers
         self._metrics = metrics
-        # By slot: one thread only writes a sum table, which is not whole while it is being written.
+        # By slot: one thread only writes a header.
         self._running: dict[Slot, asyncio.Future[KvPoolError | None]] = {}
 
     async def seal(self, slots: Sequence[Slot]) -> list[KvPoolError | None]:
@@ -197,7 +199,7 @@ class Sealing:
     async def verify(self, slot: Slot) -> KvPoolError | None:
         """Return why the sealed page in a slot is not good, or was not verified. The slot is READY, and pinned."""
         if not slot.sealed or slot in self._running:
-            return None  # its sums are written, from what is there, before it leaves this host's memory
+            return None  # its header is written, from what is there, before it leaves this host's memory
         try:
             return await self._workers.run(self._verify, slot)
         except KvPoolError as refused:  # no room in the queue, or closing

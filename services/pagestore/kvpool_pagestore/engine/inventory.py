@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,6 +11,7 @@ from kvpool.core.clock import Clock
 from kvpool.core.cluster import LocationChange, PageMetadata
 from kvpool.core.location_digest import ChunkPlaces, HeldChunk
 from kvpool.core.outcome import Tier
+from kvpool.core.page import PageKey
 from kvpool_pagestore.core.events import DiskChanged, StagingChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.page_table import PageTable
@@ -19,6 +20,7 @@ from kvpool_pagestore.ports import IndexLink
 
 _Place = tuple[bytes, bytes, bytes]  # keyspace, chunk hash, head of the chunk's group
 _NAMES_A_PART = 1024  # looked at in one turn of the event loop
+_PLACES_A_PART = 8192  # the same before serving, where few large parts are learnt in less time than many small ones
 
 
 class Announcer:
@@ -28,18 +30,20 @@ class Announcer:
         self._index = index
 
     def staging(self, changed: StagingChanged) -> None:
-        """A page became visible in staging or left it."""
-        record = changed.record
-        place = (record.key.keyspace, record.key.chunk_hash, record.metadata.group_head_hash)
-        self._index.announce([_change(place, Tier.STAGING, 1 << record.key.shard, changed.present)])
+        """Pages became visible in staging or left it: one change for each chunk."""
+        pages = ((record.key, record.metadata.group_head_hash) for record in changed.records)
+        self._announce(pages, Tier.STAGING, changed.present)
 
     def disk(self, changed: DiskChanged) -> None:
         """Pages became durable, or are on disk no more: one change for each chunk."""
+        self._announce(changed.pages, Tier.DISK, changed.present)
+
+    def _announce(self, pages: Iterable[tuple[PageKey, bytes]], tier: Tier, present: bool) -> None:
         shards: dict[_Place, int] = {}
-        for key, group_head_hash in changed.pages:
-            place = (key.keyspace, key.chunk_hash, group_head_hash)
-            shards[place] = shards.get(place, 0) | 1 << key.shard
-        self._index.announce([_change(at, Tier.DISK, bitmap, changed.present) for at, bitmap in shards.items()])
+        for (keyspace, chunk_hash, shard), group_head_hash in pages:
+            place = (keyspace, chunk_hash, group_head_hash)
+            shards[place] = shards.get(place, 0) | 1 << shard
+        self._index.announce([_change(at, tier, bitmap, present) for at, bitmap in shards.items()])
 
     async def wait_announced(self) -> None:
         """Return when the index has acknowledged everything announced so far. Raises StoreUnavailable."""
@@ -72,28 +76,28 @@ class Inventory:
     def chunks(self) -> Iterator[ChunkPlaces]:
         """Every chunk that is held all the time while this is iterated; some come twice."""
         for keyspace in self._table.ready_keyspaces():
-            announced = ((one, self._table.announced(keyspace, one)) for one in self._table.ready_chunks(keyspace))
-            yield from ChunkPlaces.of((keyspace, one, staged[1]) for one, staged in announced if staged is not None)
+            ready = self._table.ready_chunks(keyspace)
+            for start in range(0, len(ready), _PLACES_A_PART):
+                part = ready[start : start + _PLACES_A_PART]
+                announced = ((one, self._table.announced(keyspace, one)) for one in part)
+                yield from ChunkPlaces.of((keyspace, one, staged[1]) for one, staged in announced if staged is not None)
         if self._disk_map is not None:
             yield from self._disk_map.places()
 
-    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
+    def locate(self, keyspace: bytes, chunk_hashes: Collection[bytes]) -> list[tuple[bytes, HeldChunk]]:
         known = self._keyspaces.find(keyspace)
         if known is None:
             return []
-        all_shards = known.all_shards
-        staged = self._table.announced(keyspace, chunk_hash)
-        stored = self._disk_map.location(keyspace, chunk_hash) if self._disk_map is not None else None
-        if staged is None:
-            return [] if stored is None else [HeldChunk(stored[1], (0, 0, stored[0]), all_shards)]
-        if stored is None:
-            return [HeldChunk(staged[1], (0, staged[0], 0), all_shards)]
-        if stored[1] == staged[1]:
-            return [HeldChunk(stored[1], (0, staged[0], stored[0]), all_shards)]
-        return [
-            HeldChunk(staged[1], (0, staged[0], 0), all_shards),
-            HeldChunk(stored[1], (0, 0, stored[0]), all_shards),
-        ]
+        all_shards, names = known.all_shards, self._table.staged_names(keyspace)
+        stored = self._disk_map.locations(keyspace, chunk_hashes) if self._disk_map is not None else []
+        found = [(one, HeldChunk(head, (0, 0, shards), all_shards)) for one, shards, head in stored]
+        staged = {one: at for one in chunk_hashes if one in names and (at := self._table.announced(keyspace, one))}
+        for number, (chunk_hash, held) in enumerate(found) if staged else ():
+            at = staged.get(chunk_hash)
+            if at is not None and at[1] == held.group_head:
+                found[number] = chunk_hash, held._replace(shards=(0, at[0], held.shards[2]))
+                del staged[chunk_hash]
+        return found + [(one, HeldChunk(head, (0, shards, 0), all_shards)) for one, (shards, head) in staged.items()]
 
     def keyspace_encodings(self) -> list[bytes]:
         return [keyspace.encoding for keyspace in self._keyspaces.all()]
@@ -119,8 +123,7 @@ class Inventory:
                     added_shards=shards,
                     removed_shards=valid_shards & ~shards,
                 )
-                for chunk_hash in places
-                for held in self.locate(keyspace, chunk_hash)
+                for chunk_hash, held in self.locate(keyspace, places)
                 for tier, shards in zip((Tier.GPU, Tier.STAGING, Tier.DISK), held.shards, strict=True)
                 if shards
             ]

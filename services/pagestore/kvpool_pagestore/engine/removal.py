@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from itertools import chain
 
 from kvpool.core.errors import InvalidRequest, StoreFault, StoreUnavailable
@@ -32,7 +33,11 @@ class Clearing:
     async def clear(self, keyspaces: Sequence[bytes]) -> int:
         """How many pages there were. Raises StoreFault."""
         async with self.one_at_a_time:
-            return sum([await self._clear_one(keyspace) for keyspace in keyspaces])
+            page_count = sum([await self._clear_one(keyspace) for keyspace in keyspaces])
+        for keyspace in keyspaces:  # apart from the lock: an index that cannot be reached holds up no other call
+            # What was stored while this ran is announced again.
+            await self._announcer.drop_keyspace(keyspace, partial(self._inventory.of_keyspace, keyspace))
+        return page_count
 
     async def _clear_one(self, keyspace: bytes) -> int:
         disk, write_back = self._disk, self._write_back
@@ -42,13 +47,15 @@ class Clearing:
                 await asyncio.sleep(0)
             for key in staged[start : start + _PAGES_A_TURN]:
                 self._table.drop(key)
-        keys = set(staged)
-        count = len(keys)
+        shards: dict[bytes, int] = {}  # by chunk hash, the bitmap of those that were in staging
+        for key in staged:
+            shards[key.chunk_hash] = shards.get(key.chunk_hash, 0) | 1 << key.shard
+        count = sum(bitmap.bit_count() for bitmap in shards.values())
 
-        def gone(pages: Sequence[PageKey]) -> None:  # from disk; what was read from there meanwhile goes too
+        def gone(chunks: Sequence[tuple[bytes, int]]) -> None:  # from disk; what was read from there meanwhile goes too
             nonlocal count
-            count += len(pages) - sum(map(keys.__contains__, pages))
-            self._table.drop_all(pages)
+            count += sum((stored & ~shards.get(chunk_hash, 0)).bit_count() for chunk_hash, stored in chunks)
+            self._table.drop_chunks(keyspace, chunks)
 
         if disk is not None and write_back is not None:
             # What is being written must be on disk before it is deleted there.
@@ -57,8 +64,6 @@ class Clearing:
                 await disk.delete_keyspace(keyspace, gone)
             finally:
                 write_back.unhold(keyspace)
-        # What was stored while this ran is announced again.
-        await self._announcer.drop_keyspace(keyspace, lambda: self._inventory.of_keyspace(keyspace))
         return count
 
 

@@ -116,9 +116,9 @@ class ReplicationManager:
 
     def staging_changed(self, changed: StagingChanged) -> None:
         """Queue what became visible in staging: the place to copy it from if its keyspace never writes to disk."""
-        key, metadata = changed.record.key, changed.record.metadata
-        if changed.present and self._policies.plan(key.keyspace).write_at_uses is None:
-            self._stored(key, metadata.group_head_hash)
+        for record in changed.records if changed.present else ():
+            if self._policies.plan(record.key.keyspace).write_at_uses is None:
+                self._stored(record.key, record.metadata.group_head_hash)
 
     def pages_read(self, read: PagesRead) -> None:
         """Count what makes a chunk hot."""

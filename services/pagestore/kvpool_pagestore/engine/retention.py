@@ -17,8 +17,8 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import InvalidRequest, KvPoolError, QuotaExceeded, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest
-from kvpool_pagestore.core.events import PagesArrived, PagesLeft
-from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
+from kvpool_pagestore.core.events import ChunksLeft, PagesArrived, PagesLeft
+from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, chunk_pages
 from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.retention import ExpiryQueue, PinBook, extended, is_expired, with_defaults
@@ -102,6 +102,12 @@ class RetentionManager:
                 self._pins.unpin([key])
             if name in self._expiry and not self._table.keys(name[:16], name[16:]):
                 self._expiry.forget(name)
+
+    def chunks_left(self, event: ChunksLeft) -> None:
+        """Do the same for all pages of chunks. Nothing is known of most."""
+        if self._pins or self._expiry:
+            for name, shards in event.chunks:
+                self.left(PagesLeft(chunk_pages(name[:16], name[16:], shards)))
 
     def refusal(self, request: AdmissionRequest) -> QuotaExceeded | None:
         """An AdmissionRule: count the pin of a page that is about to be stored, or say why it cannot be pinned."""

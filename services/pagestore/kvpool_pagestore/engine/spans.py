@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,9 +27,6 @@ OnAnswer = Callable[[SpanAnswer, bool], None]
 """Gets pages as they are answered, each once; True with the last ones. Called on the loop."""
 
 SOURCE_NUMBERS = {Source.STAGING: 1, Source.DISK: 2, Source.REMOTE: 3}  # of kvpool.v1.Source
-
-
-_Reserved = Slot | Admission | KvPoolError | SpaceNeed | None
 
 
 @dataclass(slots=True)
@@ -145,31 +142,68 @@ class SpanCalls:
         metadata = self._retention.prepared_all(span.keyspace, span.metadata)
         size_bytes = {shard: keyspace.page_bytes(shard) for shard in set(span.shards.tolist())}
         slot_bytes = {shard: slot_bytes_for(size) for shard, size in size_bytes.items()}
+        records = [
+            PageRecord(key, size_bytes[key.shard], metadata[position])
+            for key, position in zip(keys, span.positions.tolist(), strict=True)
+        ]
         peer.check_live()
         self._space.look_for_growth()
-        for page, (key, position) in enumerate(zip(keys, span.positions.tolist(), strict=True)):
-            record = PageRecord(key, size_bytes[key.shard], metadata[position])
-            answer: _Reserved = Admission.EXISTS if self._is_on_disk(record.key) else None
-            if answer is None:
-                answer = self._table.reserve_slot(peer.session, record, slot_bytes[key.shard])
-                if isinstance(answer, SpaceNeed):
-                    answer = await self._find(peer, keyspace, record)
-                if isinstance(answer, Slot):
-                    answered.pages.append(page)
-                    answered.lease_ids.append(peer.session.last_lease_id)
-                    answered.slots.append(answer)
-                    continue
-                if isinstance(answer, KvPoolError):
-                    self._retention.turned_down(key)
-            if answer is Admission.EXISTS:
-                answer = self._retention.extend(key, record.page_bytes, record.metadata, changed) or answer
-            if isinstance(answer, KvPoolError):
-                answered.failed.append((page, answer))
-            else:
-                (answered.exists if answer is Admission.EXISTS else answered.pending).append(page)
+        page = 0
+        while page < len(records):
+            with self._events.merged():
+                page = self._reserve_ready(peer, records, page, slot_bytes, answered, changed)
+            if page < len(records):
+                answer = await self._find(peer, keyspace, records[page])
+                self._note(peer, page, records[page], answer, answered, changed)
+                page += 1
         for each in set(slot_bytes.values()):
             self._space.grow_ahead(keyspace.tenant, each)
         return answered
+
+    def _reserve_ready(
+        self,
+        peer: PeerSession,
+        records: Sequence[PageRecord],
+        first: int,
+        slot_bytes: Mapping[int, int],
+        answered: _Answered,
+        changed: list[PageKey],
+    ) -> int:
+        """Reserve pages from the first one on; return the first for which room must be made, or their number."""
+        for page in range(first, len(records)):
+            record = records[page]
+            if self._is_on_disk(record.key):
+                self._note(peer, page, record, Admission.EXISTS, answered, changed)
+                continue
+            answer = self._table.reserve_slot(peer.session, record, slot_bytes[record.key.shard])
+            if isinstance(answer, SpaceNeed):
+                return page
+            self._note(peer, page, record, answer, answered, changed)
+        return len(records)
+
+    def _note(
+        self,
+        peer: PeerSession,
+        page: int,
+        record: PageRecord,
+        answer: Slot | Admission | KvPoolError,
+        answered: _Answered,
+        changed: list[PageKey],
+    ) -> None:
+        """What a page got. It was granted just now, if it was."""
+        if isinstance(answer, Slot):
+            answered.pages.append(page)
+            answered.lease_ids.append(peer.session.last_lease_id)
+            answered.slots.append(answer)
+            return
+        if isinstance(answer, KvPoolError):
+            self._retention.turned_down(record.key)
+        elif answer is Admission.EXISTS:
+            answer = self._retention.extend(record.key, record.page_bytes, record.metadata, changed) or answer
+        if isinstance(answer, KvPoolError):
+            answered.failed.append((page, answer))
+        else:
+            (answered.exists if answer is Admission.EXISTS else answered.pending).append(page)
 
     def _is_on_disk(self, key: PageKey) -> bool:
         """Whether the page needs no slot; its store counts as a use."""

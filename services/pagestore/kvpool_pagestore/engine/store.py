@@ -21,6 +21,7 @@ from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.admission import AdmissionRules, TenantQuotas
 from kvpool_pagestore.core.events import (
     BytesHeld,
+    ChunksLeft,
     DiskChanged,
     DiskHealthChanged,
     PageEvents,
@@ -162,6 +163,7 @@ class PageStoreEngine:
             # between tiers keeps its pin.
             Subscription(PagesArrived, self.retention.arrived),
             Subscription(PagesLeft, self.retention.left),
+            Subscription(ChunksLeft, self.retention.chunks_left),
             # A copy is queued before the index can learn of the page: what the sweep reads there is then queued, too.
             Subscription(StagingChanged, self.replication.staging_changed),
             Subscription(StagingChanged, self._announcer.staging),

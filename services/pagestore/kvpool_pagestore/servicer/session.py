@@ -57,7 +57,7 @@ class SessionLimits:
     arena_bytes: int
 
     def rules(self) -> SessionRules[pb.SessionResponse]:
-        """What the runtime goes by. What a commit has begun on disk ends without its request."""
+        """Limits and deadlines for the runtime. What a commit has begun on disk ends without its request."""
         return SessionRules(
             roles=_ROLES,
             response=pb.SessionResponse,

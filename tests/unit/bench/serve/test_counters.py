@@ -52,7 +52,7 @@ def test_differences_add_up_over_urls() -> None:
     assert change.counters == {"x": 4.0, "new": 2.0} and change.went_back == []
 
 
-def test_a_restart_between_is_told_of() -> None:
+def test_a_restart_between_is_reported() -> None:
     change = moved(Scrape({"a": {"x": 10.0}}), Scrape({"a": {"x": 3.0}}))
     assert change.counters == {"x": 3.0} and change.went_back == ["x at a"]
 
@@ -76,7 +76,7 @@ def test_tiers() -> None:
     assert tiers(without_agent, 5) == {"own": 200.0, "external": 500.0, "computed": 300.0}
 
 
-def test_an_engine_without_counters_and_one_that_told_nothing() -> None:
+def test_an_engine_without_counters_and_one_that_reported_nothing() -> None:
     assert tiers({}, 100) is None
     assert tiers({'kvpool_gpuagent_loaded_tokens_total{source="disk"}': 30.0}, 100) == {
         "own": 0.0,
@@ -101,13 +101,15 @@ def test_what_a_real_agent_shows_is_understood() -> None:
     registry = CollectorRegistry()
     metrics = AgentMetrics(registry)
     before = Scrape({"a": counters_from_text(generate_latest(registry).decode())})
-    for source, tokens in ((LoadSource.STAGING, 300), (LoadSource.DISK, 100), (LoadSource.REMOTE, 50)):
+    shares = {LoadSource.GPU: 20, LoadSource.STAGING: 300, LoadSource.DISK: 100, LoadSource.REMOTE: 50}
+    for source, tokens in shares.items():
         metrics.loaded_tokens.labels(source.name.lower()).inc(tokens)
     after = Scrape({"a": counters_from_text(generate_latest(registry).decode())})
     assert tiers(moved(before, after).counters, 500) == {
         "own": 0.0,
+        "gpu": 20.0,
         "staging": 300.0,
         "disk": 100.0,
         "remote": 50.0,
-        "computed": 50.0,
+        "computed": 30.0,
     }

@@ -32,7 +32,7 @@ class ScriptedServer:
     at_once: int = 1
     fails: Callable[[int], str] = lambda number: ""
     gives_ids: bool = True
-    tells_usage: bool = True
+    reports_usage: bool = True
     started_s: list[float] = field(default_factory=list)
     bodies: list[Mapping[str, Any]] = field(default_factory=list)
     most_at_once: int = 0
@@ -55,7 +55,7 @@ class ScriptedServer:
                     await asyncio.sleep(self.gap_s if token else 0)
                     ids = (500 + token,) if self.gives_ids else ()
                     yield Chunk(text=f"t{token}", token_ids=ids, carries_tokens=True)
-            if self.tells_usage:
+            if self.reports_usage:
                 yield Chunk(usage=Usage(40, body["max_tokens"], 16))
         finally:
             self._under_way -= 1
@@ -191,7 +191,7 @@ def test_without_token_ids_made_up_ones_keep_the_length() -> None:
 
 
 def test_tokens_are_counted_here_where_the_server_does_not() -> None:
-    played = play(plan(request_limit=1, conversation_limit=1), ScriptedServer(tells_usage=False), talks())
+    played = play(plan(request_limit=1, conversation_limit=1), ScriptedServer(reports_usage=False), talks())
     assert (played.recorder.uncounted, played.recorder.prompt_tokens, played.recorder.output_tokens) == (1, 2, 3)
     assert played.recorder.cached_known == 0
 

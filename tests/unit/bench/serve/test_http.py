@@ -195,7 +195,7 @@ async def test_what_is_no_http(answer: bytes) -> None:
     assert caught.value.kind == ("malformed" if answer else "disconnect")
 
 
-async def test_nobody_listens() -> None:
+async def test_no_server_listens() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(RequestFailed) as caught:

@@ -63,7 +63,7 @@ def test_roles_and_a_system_message_and_a_question_without_an_answer(tmp_path: P
     assert [[turn.content for turn in talk.turns] for talk in found] == [["be brief\nhi"], ["only this"]]
 
 
-def test_turns_and_answer_lengths_can_be_told(tmp_path: Path) -> None:
+def test_turns_and_answer_lengths_can_be_set(tmp_path: Path) -> None:
     [talk] = talks(written(tmp_path, json.dumps([TALK])), turns=1, output=Span(33, 33))
     assert [(turn.content, turn.output_tokens) for turn in talk.turns] == [("hello there", 33)]
 

@@ -112,12 +112,12 @@ def test_warnings_say_what_figures_do_not() -> None:
         recorder.latency["loop_lag"].add(0.1)
         recorder.latency["send_lag"].add(5.0)
     metrics = {"went_back": ["x"], "failed": {"http://a": "down"}}
-    told = to_document(about(interrupted=True, warm_up_failures=1), recorder, metrics, None)["warnings"]
+    reported = to_document(about(interrupted=True, warm_up_failures=1), recorder, metrics, None)["warnings"]
     for words in (
         "interrupted", "99th percentile of fewer", "were cut off", "warm-up requests failed", "generator itself",
         "after their time", "without `usage`", "tokens on average", "without token ids", "restarted", "http://a",
     ):  # fmt: skip
-        assert any(words in warning for warning in told), words
+        assert any(words in warning for warning in reported), words
     assert document()["warnings"] == []
     assert "No request ended well" in document(Recorder({}, 0.0, 1))["warnings"][0]
 

@@ -90,3 +90,26 @@ def test_right_bytes_are_equal_blocks_of_all_that_were_compared() -> None:
     samples += of({("blocks unknown", "kvpool"): [5]})
     found = cases(Samples(samples), TOKEN_BYTES)["right bytes"]
     assert (found["ratio"], found["least"], found["not_compared"]) == (0.99, 1.0, 5)
+
+
+def test_ranks_are_held_to_equal_bytes_and_pulls_to_a_tenth_of_computing() -> None:
+    samples = of({("ranks equal", "tp2"): [99], ("ranks unequal", "tp2"): [1], ("ranks unknown", "tp2"): [3]})
+    samples += of({("ranks loaded share", "tp2"): [1.0, 0.5]})
+    samples += [
+        Sample(name=name, kind="reader", value=value, key=16384)
+        for name, value in (("pull ttft", 40.0), ("pull computed", 500.0), ("pull share", 0.99))
+    ]
+    samples += of({("pull decode", "kvpool"): [96.0], ("pull decode alone", "kvpool"): [100.0]})
+    for key, rate in ((4, 355.0), (1, 310.0)):
+        samples.append(Sample(name="peer pull", kind="MLA", value=rate, key=key))
+        samples += [Sample(name="memcpy between GPUs", kind="MLA", value=value, key=key) for value in (370.0, 390.0)]
+    found = cases(Samples(samples), TOKEN_BYTES)
+    right = found["right bytes of ranks tp2"]
+    assert (right["ratio"], right["least"], right["not_compared"]) == (0.99, 1.0, 3)
+    assert found["loaded by ranks tp2"]["value"] == 0.5
+    assert (found["pull 16384"]["ratio"], found["pull 16384"]["limit"]) == (0.08, 0.1)
+    assert found["pull 16384 share"]["value"] == 0.99
+    assert (found["decode of a source"]["ratio"], found["decode of a source"]["least"]) == (0.96, 0.97)
+    four, alone = (found[f"MLA, peer pull, 512 MiB x {count}"] for count in (4, 1))
+    assert (four["ratio"], four["least"]) == (0.934, 0.93)
+    assert (alone["ratio"], alone["least"]) == (0.816, 0.85)

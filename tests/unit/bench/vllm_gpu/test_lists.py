@@ -5,9 +5,12 @@ import sys
 import pytest
 
 from bench.vllm_gpu.__main__ import LISTS, Step, _arguments, _plan
+from bench.vllm_gpu.copies import PHASES as COPIES
 from bench.vllm_gpu.engines import KINDS
 from bench.vllm_gpu.faults import PHASES as FAULTS
 from bench.vllm_gpu.phases import PHASES
+from bench.vllm_gpu.ranks import PHASES as RANKS
+from bench.vllm_gpu.ranks import need_gpus
 from bench.vllm_gpu.transfers import PHASES as TRANSFERS
 
 STEPS = [pytest.param(step, id=f"{name} {step.name}") for name, steps in LISTS.items() for step in steps]
@@ -17,11 +20,11 @@ STEPS = [pytest.param(step, id=f"{name} {step.name}") for name, steps in LISTS.i
 def test_steps_are_phases_of_known_engines(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", *step.arguments.split()])
     arguments = _arguments()
-    assert arguments.phase in {**PHASES, **TRANSFERS, **FAULTS}
+    assert arguments.phase in {**PHASES, **TRANSFERS, **FAULTS, **RANKS, **COPIES}
     assert set(_plan(arguments).kinds) <= set(KINDS)
 
 
-@pytest.mark.parametrize("name", ["quick", "final-1", "final-2"])
+@pytest.mark.parametrize("name", ["quick", "final-1", "final-2", "two-gpus"])
 def test_lists_for_a_gpu_fit_their_time(name: str) -> None:
     assert sum(step.seconds for step in LISTS[name]) <= 540
     assert len({step.name for step in LISTS[name]}) == len(LISTS[name])
@@ -33,3 +36,10 @@ def test_counts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (plan.concurrency, plan.clients, plan.kills) == ((4, 24), (4, 8), 20)
     monkeypatch.setattr(sys, "argv", ["bench", "press"])
     assert _plan(_arguments()).clients == ()
+
+
+@pytest.mark.parametrize("phase", [*RANKS, *COPIES])
+def test_phases_for_two_gpus_refuse_a_host_with_one_by_name(phase: str) -> None:
+    with pytest.raises(ValueError, match=f"phase {phase} needs a host with 2 GPUs, this one has 1"):
+        need_gpus(phase, lambda: 1)
+    need_gpus(phase, lambda: 2)

@@ -4,32 +4,34 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bench.vllm_gpu.faults import transfers, under_way
-from bench.vllm_gpu.worker import Aim, CallTrace, store_burst
-from kvpool.connectors.vllm.orders import StepOrders, StoreEnd, StoreOrder
+from bench.vllm_gpu.worker import Aim, CallTrace, HeadWatch, store_burst
+from kvpool.connectors.vllm.step_jobs import StepJobs, StoreJob, StoreReport
 
 
 @dataclass
 class Side:
     """A connector's worker that stores at once."""
 
-    orders: list[StoreOrder] = field(default_factory=list)
+    orders: list[StoreJob] = field(default_factory=list)
     failed_chunks: int = 0
     _settings: Any = field(default_factory=lambda: SimpleNamespace(chunk_tokens=128))
 
-    def start_stores(self, orders: StepOrders) -> None:
+    def start_stores(self, orders: StepJobs) -> None:
         self.orders += orders.stores
 
-    def take_ends(self) -> tuple[StoreEnd, ...]:
+    def take_reports(self) -> tuple[StoreReport, ...]:
         if not self.orders:
             return ()
         return tuple(
-            StoreEnd(
+            StoreReport(
                 number=order.number,
                 stored_chunks=order.end_chunk - self.failed_chunks,
                 deduplicated_chunks=0,
@@ -65,8 +67,9 @@ def connector() -> type:
 
     class Connector:
         def __init__(self) -> None:
-            load, store = SimpleNamespace(request_id="a"), SimpleNamespace(number=7, first_chunk=0, end_chunk=2)
-            self._connector_metadata = SimpleNamespace(orders=SimpleNamespace(loads=[load], stores=[store]))
+            load: Any = SimpleNamespace(request_id="a")
+            store: Any = SimpleNamespace(number=7, first_chunk=0, end_chunk=2)
+            self._connector_metadata = SimpleNamespace(jobs=StepJobs(step=1, loads=[load], stores=[store]))
 
         def _nothing(self, *arguments: object) -> None:
             return
@@ -118,3 +121,43 @@ def test_loads_that_the_scheduler_hears_of_in_its_own_process_are_seen() -> None
     seen = transfers(trace.take())
     assert under_way(seen, "load", time.perf_counter()) == 0
     assert [one.ended_s < float("inf") for one in seen] == [True]
+
+
+def a_step(tokens: list[int], blocks: list[int], computed: int) -> Any:
+    """A new request, so many of whose tokens were not to be computed."""
+    new = SimpleNamespace(req_id="r", prompt_token_ids=tokens, block_ids=[blocks], num_computed_tokens=computed)
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=(), num_computed_tokens=[])
+    return SimpleNamespace(finished_req_ids=(), scheduled_new_reqs=[new], scheduled_cached_reqs=cached)
+
+
+def a_later_step(computed: int) -> Any:
+    cached = SimpleNamespace(req_ids=["r"], new_block_ids=[None], resumed_req_ids=(), num_computed_tokens=[computed])
+    return SimpleNamespace(finished_req_ids=(), scheduled_new_reqs=[], scheduled_cached_reqs=cached)
+
+
+def test_ranks_of_other_degrees_are_compared_head_by_head(tmp_path: Path) -> None:
+    """What one rank has computed, ranks with half of its heads or of its layers have in other blocks."""
+    tokens = list(range(32))
+    memory = torch.arange(2 * 3 * 4 * 16 * 8).view(2, 3, 4, 16, 8).to(torch.int16)  # layers, blocks, heads, tokens
+    whole = HeadWatch(SimpleNamespace(kv_caches=list(memory)), 16, None, first_layer=0, first_head=0)
+    whole.handle_preemptions(a_step(tokens, [2, 0], 0))
+    whole.handle_preemptions(a_later_step(32))
+    assert whole.counts["computed"] == 2 * 2 * 4
+    whole.save(tmp_path / "whole.json")
+    parts = [
+        ([layer[:, 2:] for layer in memory], 0, 2),
+        ([layer[:, :2] for layer in memory], 0, 0),
+        (list(memory[1:]), 1, 0),
+    ]
+    for caches, layer, head in parts:
+        swapped = [cache[[1, 0, 2]].clone() for cache in caches]  # in other blocks
+        watch = HeadWatch(SimpleNamespace(kv_caches=swapped), 16, tmp_path, first_layer=layer, first_head=head)
+        watch.handle_preemptions(a_step(tokens, [2, 1], 32))
+        expected = 2 * len(caches) * caches[0].shape[1]
+        assert (watch.counts["equal"], watch.counts["unequal"], watch.counts["unknown"]) == (expected, 0, 0)
+        swapped[0][2, 0, 3, 1] += 1
+        watch.handle_preemptions(a_step(tokens, [2, 1], 32))
+        assert watch.counts["unequal"] == 1
+    wrong = HeadWatch(SimpleNamespace(kv_caches=[memory[0][:, :2]]), 16, tmp_path, first_layer=0, first_head=2)
+    wrong.handle_preemptions(a_step(tokens, [2, 0], 32))
+    assert wrong.counts["unequal"] == 4

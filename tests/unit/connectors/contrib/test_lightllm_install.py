@@ -1,4 +1,4 @@
-"""The stand-ins come into place as lightllm's modules are imported, whoever imports them and in whatever way."""
+"""The stand-ins come into place as lightllm's modules are imported, in whatever way they are imported."""
 
 from __future__ import annotations
 

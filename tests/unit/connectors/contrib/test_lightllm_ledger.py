@@ -43,7 +43,7 @@ def test_a_load_that_failed_empties_its_pages_unless_others_wait() -> None:
     pages, _ = ledger.allocate_pages([1, 2])
     ledger.allocate_pages([2])
     ledger.recycle([*pages, NO_PAGE])
-    assert ledger.allocate_pages([1, 2, 3])[0] == [0, 1, 2]  # 1 has an empty page anew, 2 is still on its way
+    assert ledger.allocate_pages([1, 2, 3])[0] == [0, 1, 2]  # 1 has an empty page again, 2 is still on its way
     ledger.recycle([2, 2])  # a second time does no harm
     assert ledger.users == 3
 

@@ -166,9 +166,9 @@ def test_pages_of_some_chunks_of_a_request_are_those_of_the_chain() -> None:
     assert pages_of(whole, range(2, 5)).sources == ()
 
 
-@pytest.mark.parametrize(("window_bytes", "pages"), [(1, 1), (8_000, 1), (20_000, 4), (1 << 30, 7)])
+@pytest.mark.parametrize(("window_bytes", "pages"), [(1, 1), (6_000, 1), (4 * 4096, 4), (20_000, 5), (1 << 30, 7)])
 def test_a_window_has_about_so_many_bytes_and_no_more_pages_than_the_pool_allows(window_bytes: int, pages: int) -> None:
-    assert RANK.page_sizes[0] == 4096 + 64 + 8
+    assert RANK.page_sizes[0] == 4096 + 64
     assert window_of(RANK, 7, window_bytes) == pages
 
 

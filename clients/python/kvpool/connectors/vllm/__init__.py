@@ -25,11 +25,11 @@ def __getattr__(name: str) -> Any:
     try:
         from kvpool.connectors.vllm.connector import KvPoolConnector
 
-        why = compatibility.unfit(KvPoolConnector)
+        why = compatibility.incompatibility(KvPoolConnector)
     except ImportError as error:
-        why = compatibility.not_served(str(error))
+        why = compatibility.incompatible_vllm(str(error))
     if why:
-        from kvpool.connectors.vllm.switched_off import switched_off_connector
+        from kvpool.connectors.vllm.disabled_connector import disabled_connector
 
-        return switched_off_connector(why)
+        return disabled_connector(why)
     return KvPoolConnector

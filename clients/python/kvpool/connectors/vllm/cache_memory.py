@@ -1,4 +1,4 @@
-"""The engine's KV tensors as an agent maps them: their memory, and where rows lie in it."""
+"""The engine's KV tensors as an agent maps them: memory regions and the layout of rows in them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.client.engine_registration import GpuRegion
 from kvpool.client.shared_memory import SharedMemoryRegion
-from kvpool.connectors.vllm.engine_work import EngineWork
+from kvpool.connectors.vllm.step_events import StepEvents
 from kvpool.core.errors import GeometryUnsupported, StartupFailed
+from kvpool.core.geometry import AttentionKind
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
 from kvpool.core.partition import RankPart
@@ -26,16 +27,18 @@ _SPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMemory:
-    """For EngineRegistration, and what marks points in the engine's work. split: blocks of the tensors in one of
-    vLLM's."""
+    """Memory and layout for EngineRegistration.
+
+    step_events: record points in the engine's work. split: number of blocks of the tensors in one of vLLM's.
+    """
 
     split: int
     layout: EngineLayout
     regions: tuple[SharedMemoryRegion, ...] | tuple[GpuRegion, ...]
-    work: EngineWork
+    step_events: StepEvents
 
     def close(self) -> None:
-        """The engine's tensors stay; only what was made for the agent is let go."""
+        """Release what was created for the agent; the engine's tensors stay."""
         for region in self.regions:
             if isinstance(region, SharedMemoryRegion):
                 region.close()
@@ -44,16 +47,18 @@ class CacheMemory:
 def cache_memory(
     tensors: Sequence[torch.Tensor], spec: KeyspaceSpec, part: RankPart, block_tokens: int, block_count: int
 ) -> CacheMemory:
-    """Have tensors [blocks, heads, tokens, row] of a rank's layers mapped by an agent, wherever they are.
+    """Prepare a rank's KV tensors for mapping by an agent, on the CPU or a GPU.
 
-    CPU tensors move into shared memory, in place. block_tokens: of vLLM's blocks, of which block_count are there; the
-    tensors may have each of them as several.
-    raises: GeometryUnsupported for other tensors; StartupFailed if there is not so much shared memory.
+    tensors: one for each layer, [blocks, heads, tokens, row], or [blocks, 1, 1, state] for recurrent layers. CPU
+    tensors are moved into shared memory, in place. block_tokens: tokens of vLLM's blocks. block_count: number of vLLM's
+    blocks; the tensors may split each into several. raises: GeometryUnsupported for other tensors; StartupFailed if
+    there is too little shared memory.
     """
     heads, split = len(part.heads), tensors[0].shape[0] // block_count
+    recurrent = spec.group.attention is AttentionKind.STATE_SPACE
     if split > 1 and not spec.opaque:
         block_tokens, block_count = block_tokens // split, block_count * split
-    shape = (block_count, heads, block_tokens)
+    shape = (block_count, heads, 1 if recurrent else block_tokens)
     for number, tensor in enumerate(tensors):
         if tensor.dim() != 4 or tuple(tensor.shape[:3]) != shape:
             raise GeometryUnsupported(f"KV tensor {number} is {tuple(tensor.shape)}, expected {(*shape, '...')}")
@@ -69,10 +74,7 @@ def _on_cpu(
     handles = [numbers[tensor.untyped_storage().data_ptr()] for tensor in tensors]
     # Groups of layers lie over each other: after the first of them the storage is in shared memory.
     _check_room(sum(storage.nbytes() for storage in storages.values() if not storage.is_shared()))
-    layers = tuple(
-        LayerLayout((_cell_plane(tensor, handle),)) if spec.opaque else LayerLayout(_row_planes(tensor, handle, spec))
-        for tensor, handle in zip(tensors, handles, strict=True)
-    )
+    layers = tuple(LayerLayout(_planes(tensor, handle, spec)) for tensor, handle in zip(tensors, handles, strict=True))
     regions = tuple(_shared(storage) for storage in storages.values())
     layout = EngineLayout(
         block_tokens=block_tokens,
@@ -83,7 +85,7 @@ def _on_cpu(
         head_count=len(part.heads),
         handle_sizes=tuple(region.size_bytes for region in regions),
     )
-    return CacheMemory(split=1, layout=layout, regions=regions, work=EngineWork(None))
+    return CacheMemory(split=1, layout=layout, regions=regions, step_events=StepEvents(None))
 
 
 def _on_gpu(
@@ -103,7 +105,7 @@ def _on_gpu(
     layers = []
     for tensor in tensors:
         place = places[tensor.untyped_storage().data_ptr()]
-        layers.append(LayerLayout(_row_planes(tensor, place.region, spec, place.offset_bytes)))
+        layers.append(LayerLayout(_planes(tensor, place.region, spec, place.offset_bytes)))
     layout = EngineLayout(
         block_tokens=block_tokens,
         block_count=block_count,
@@ -113,19 +115,29 @@ def _on_gpu(
         head_count=len(part.heads),
         handle_sizes=tuple(region.size_bytes for region in exported.regions),
     )
-    work = EngineWork(GpuEvents(tensors[0].device.index or 0))
-    return CacheMemory(split=1, layout=layout, regions=exported.regions, work=work)
+    step_events = StepEvents(GpuEvents(tensors[0].device.index or 0))
+    return CacheMemory(split=1, layout=layout, regions=exported.regions, step_events=step_events)
 
 
-def _cell_plane(tensor: torch.Tensor, handle: int) -> RowPlane:
-    """A row is all of a block and head: K and V of its tokens, arranged as the kernels like it."""
+def _planes(tensor: torch.Tensor, handle: int, spec: KeyspaceSpec, base_offset_bytes: int = 0) -> tuple[RowPlane, ...]:
+    if spec.opaque:
+        return (_cell_plane(tensor, handle, spec, base_offset_bytes),)
+    return _row_planes(tensor, handle, spec, base_offset_bytes)
+
+
+def _cell_plane(tensor: torch.Tensor, handle: int, spec: KeyspaceSpec, base_offset_bytes: int) -> RowPlane:
+    """One row is a whole (block, head): K and V of its tokens, or a state, in the kernels' own arrangement."""
     element_bytes, (block_stride, head_stride, token_stride, _) = tensor.element_size(), tensor.stride()
     row_elements = tensor.shape[2] * tensor.shape[3]
     if tensor.stride(3) != 1 or token_stride != tensor.shape[3]:
         raise GeometryUnsupported(f"the KV of a block and head is not in one piece (strides {tensor.stride()})")
+    if row_elements * element_bytes != spec.engine_row_bytes:
+        raise GeometryUnsupported(
+            f"the KV of a block and head has {row_elements * element_bytes} bytes, expected {spec.engine_row_bytes}"
+        )
     return RowPlane(
         handle=handle,
-        offset_bytes=int(tensor.storage_offset()) * element_bytes,
+        offset_bytes=base_offset_bytes + int(tensor.storage_offset()) * element_bytes,
         block_stride_bytes=block_stride * element_bytes,
         token_stride_bytes=0,
         head_stride_bytes=head_stride * element_bytes,
@@ -133,10 +145,8 @@ def _cell_plane(tensor: torch.Tensor, handle: int) -> RowPlane:
     )
 
 
-def _row_planes(
-    tensor: torch.Tensor, handle: int, spec: KeyspaceSpec, base_offset_bytes: int = 0
-) -> tuple[RowPlane, ...]:
-    """Rows of a token and head: K's, and V's right behind it; one for MLA."""
+def _row_planes(tensor: torch.Tensor, handle: int, spec: KeyspaceSpec, base_offset_bytes: int) -> tuple[RowPlane, ...]:
+    """One row for each token and head: K's, and V's right behind it; a single one for MLA."""
     element_bytes, strides = tensor.element_size(), tensor.stride()
     row_bytes = spec.engine_row_bytes
     if strides[3] != 1 or tensor.shape[3] * element_bytes != spec.planes * row_bytes:
@@ -158,7 +168,7 @@ def _row_planes(
 
 
 def _check_room(size_bytes: int) -> None:
-    """torch's shared memory has no pages before they are written, and then the process dies for want of them."""
+    """torch allocates shared memory lazily, and a process that runs out of it is killed. raises: StartupFailed."""
     filesystem = os.statvfs(_SHARED_MEMORY)
     free_bytes = filesystem.f_bavail * filesystem.f_frsize
     if free_bytes < size_bytes + _SPARE_BYTES:

@@ -1,6 +1,6 @@
-"""Whether the connector can serve the installed vLLM, and the engine as it was started.
+"""Checks whether the connector supports the installed vLLM and the engine's configuration.
 
-vLLM's interface changes between releases. What cannot be served switches the connector off: nothing here raises.
+vLLM's interface changes between releases. Whatever is not supported switches the connector off: nothing here raises.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-TESTED = "0.32.0"
+TESTED = "0.31 to 0.33"
 _STEP = ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state", "scheduled_cached_reqs")
 _REQUEST = (
     *("request_id", "all_token_ids", "num_prompt_tokens", "num_tokens", "num_computed_tokens", "num_in_flight_tokens"),
@@ -25,8 +25,8 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _CONFIG = ("kv_transfer_config", "kv_events_config", "max_concurrent_batches", "num_prefill_lookahead_tokens")
 
 
-def not_served(cause: str) -> str:
-    """For users of another vLLM version."""
+def incompatible_vllm(cause: str) -> str:
+    """Return the message for users of a vLLM version that the connector is not compatible with."""
     import vllm
 
     return (
@@ -35,24 +35,25 @@ def not_served(cause: str) -> str:
     )
 
 
-def unfit(connector: type) -> str:
-    """Why the installed vLLM cannot have this connector; empty if it can. raises: ImportError for moved modules."""
+def incompatibility(connector: type) -> str:
+    """Return why the connector does not fit the installed vLLM; empty if it does. raises: ImportError for moved
+    modules."""
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    lacking = missing(VllmConfig, SchedulerOutput, Request, KVConnectorBase_V1)
+    lacking = missing_attributes(VllmConfig, SchedulerOutput, Request, KVConnectorBase_V1)
     if lacking:
-        return not_served(f"there is no {', '.join(lacking)}")
+        return incompatible_vllm(f"there is no {', '.join(lacking)}")
     unknown = sorted(getattr(connector, "__abstractmethods__", ()))
-    return not_served(f"it asks for {', '.join(unknown)}") if unknown else ""
+    return incompatible_vllm(f"it asks for {', '.join(unknown)}") if unknown else ""
 
 
-def switched_off(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str:
-    """Why this engine runs without kvpool and what to set so that it does not; empty if it can be served.
+def disabled_reason(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str:
+    """Return why this engine runs without kvpool and which setting to change; empty if it is supported.
 
-    The same in all processes of an engine. What is known of its KV cache only is refused where the cache is read.
+    The result is the same in all processes of an engine. Restrictions of the KV cache are checked where it is read.
     """
     model = getattr(vllm_config, "model_config", None)
     if getattr(model, "enable_sleep_mode", False):
@@ -81,8 +82,8 @@ def _allocator_options(text: str) -> dict[str, str]:
     return {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
 
 
-def missing(config: type, step: type, request: type, connector: type) -> list[str]:
-    """What the connector needs of VllmConfig, SchedulerOutput, Request and KVConnectorBase_V1 that is not there."""
+def missing_attributes(config: type, step: type, request: type, connector: type) -> list[str]:
+    """Return what the connector needs of VllmConfig, SchedulerOutput, Request and KVConnectorBase_V1 but is missing."""
     wanted: tuple[tuple[type, Iterable[str]], ...] = (
         (config, _CONFIG),
         (step, _STEP),

@@ -1,4 +1,4 @@
-"""A queue in front of an agent, which refuses what is more than it takes at once."""
+"""Queues requests to an agent, which refuses more than it accepts at once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import asynccontextmanager
 
 
 class ConcurrencyLimiter:
-    """So many requests at once, of so many bytes together, first come first served. Belongs to one event loop."""
+    """Limits concurrent requests by count and total bytes, first come first served. Belongs to one event loop."""
 
     def __init__(self, *, count: int, size_bytes: int) -> None:
-        """A request that is larger than size_bytes runs alone."""
+        """A request larger than size_bytes runs alone."""
         self._count, self._size_bytes = count, size_bytes
         self._running, self._running_bytes = 0, 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
     async def acquire(self, size_bytes: int) -> AsyncIterator[None]:
-        """Wait for its turn, and have it until the block ends."""
+        """Wait for a turn, and keep it until the block ends."""
         if self._waiting or not self._fits(size_bytes):
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((size_bytes, turn))

@@ -1,4 +1,4 @@
-"""The connector as vLLM sees it: translates, and lets no trouble of the cache through. Imported only inside vLLM."""
+"""The connector class that vLLM loads: translates its calls and contains cache errors. Imported only inside vLLM."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvpool.connectors.vllm import compatibility, same_process, wiring
-from kvpool.connectors.vllm.agent_choice import AgentChoice
-from kvpool.connectors.vllm.engine_facts import WeightVersion, loads_wait_for_work, outer_config, wanted_layout
+from kvpool.connectors.vllm.agent_selector import AgentSelector
+from kvpool.connectors.vllm.engine_introspection import (
+    WeightVersion,
+    loads_wait_for_work,
+    outer_config,
+    required_kv_cache_layout,
+    zeroes_loaded_blocks,
+)
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.messages import (
     PoolPromMetrics,
@@ -20,23 +26,23 @@ from kvpool.connectors.vllm.messages import (
     WorkerAgent,
     WorkerReport,
     hit_sources,
-    pool_event,
+    kv_cache_event,
 )
-from kvpool.connectors.vllm.orders import StepOrders
 from kvpool.connectors.vllm.request_options import KEY
+from kvpool.connectors.vllm.step_jobs import StepJobs
 from kvpool.core.errors import KvPoolError
 
 if TYPE_CHECKING:
-    from kvpool.connectors.vllm.scheduler import SchedulerSide
-    from kvpool.connectors.vllm.worker import WorkerSide
+    from kvpool.connectors.vllm.scheduler import ConnectorScheduler
+    from kvpool.connectors.vllm.worker import ConnectorWorker
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _log_rate = LogRateLimiter()
 AnyCall = TypeVar("AnyCall", bound=Callable[..., Any])
 
 
-def _guarded(otherwise: Any = None) -> Callable[[AnyCall], AnyCall]:
-    """An exception that reaches vLLM ends the engine: it is logged, and `otherwise` is the answer."""
+def _guarded(fallback: Any = None) -> Callable[[AnyCall], AnyCall]:
+    """Log exceptions and return `fallback` instead: an exception that reaches vLLM ends the engine."""
 
     def guard(method: AnyCall) -> AnyCall:
         @functools.wraps(method)
@@ -45,14 +51,14 @@ def _guarded(otherwise: Any = None) -> Callable[[AnyCall], AnyCall]:
                 return method(*args, **kwargs)
             except KvPoolError as error:  # its text says what to do: a traceback adds nothing
                 if _log_rate.due(method.__name__):
-                    more = _log_rate.more(method.__name__)
+                    more = _log_rate.suppressed(method.__name__)
                     _log.error("kvpool: %s: the engine goes on without it: %s%s", method.__name__, error, more)
-                return otherwise() if callable(otherwise) else otherwise
+                return fallback() if callable(fallback) else fallback
             except Exception:
                 if _log_rate.due(method.__name__):
-                    more = _log_rate.more(method.__name__)
+                    more = _log_rate.suppressed(method.__name__)
                     _log.exception("kvpool: %s failed; the engine goes on without it%s", method.__name__, more)
-                return otherwise() if callable(otherwise) else otherwise
+                return fallback() if callable(fallback) else fallback
 
         return call  # type: ignore[return-value]
 
@@ -60,26 +66,26 @@ def _guarded(otherwise: Any = None) -> Callable[[AnyCall], AnyCall]:
 
 
 class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """Shared prefixes through a kvpool agent. One instance in the scheduler's process, one in each worker's.
+    """KV connector that shares prefixes through a kvpool agent. One instance in the scheduler, one in each worker.
 
-    SupportsHMA: without it vLLM would give up the cache manager that models with several KV cache groups need, also of
-    those that are not shared.
+    SupportsHMA: without it vLLM would disable its hybrid KV cache manager, which models with several KV cache groups
+    need, also where their KV is not shared.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
-        """raises: InvalidRequest for an extra config that must be another one; nothing else stops it."""
+        """raises: InvalidRequest for an invalid extra config; no other problem stops the engine."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = wiring.settings_of(vllm_config, kv_cache_config)
-        self._off = compatibility.switched_off(vllm_config)  # why; then both sides stay None
-        self._agents = AgentChoice(self._settings.agent)
+        self._settings = wiring.settings_from_config(vllm_config, kv_cache_config)
+        self._off = compatibility.disabled_reason(vllm_config)  # why; then both sides stay None
+        self._agents = AgentSelector(self._settings.agent)
         self._outer_config = outer_config(vllm_config)
         # With several workers, or under MultiConnector, vLLM itself combines what all of them have received.
         one_worker = not self._off and vllm_config.parallel_config.world_size == 1
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id) if one_worker else ""
-        self._asks_worker = one_worker and self._outer_config is vllm_config
+        self._polls_worker = one_worker and self._outer_config is vllm_config
         self._weight_version = WeightVersion()
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
         self._close: list[Callable[[], object]] = []
         self._layer_numbers: dict[str, int] = {}  # among this rank's layers
         if role is KVConnectorRole.SCHEDULER and self._off:
@@ -92,14 +98,14 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @_guarded()
     def _start_scheduler(self) -> None:
-        self._scheduler, close = wiring.scheduler_side(
+        self._scheduler, close = wiring.connector_scheduler(
             self._settings, self._vllm_config, self._kv_cache_config, self._agents, self._weight_version
         )
         self._close.append(close)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: what is not stored is computed again."""
+        """False, as for every cache: what is not stored is computed again."""
         return False
 
     # Worker.
@@ -109,28 +115,30 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._off:
             return
         self._register(kv_caches)
-        if self._worker is None:  # the scheduler's side may be there all the same: what it orders has to end
-            self._worker = wiring.idle_worker(self._settings, self._vllm_config, self._kv_cache_config)
+        if self._worker is None:  # the scheduler may still send jobs: they have to end
+            self._worker = wiring.failing_worker(self._settings, self._vllm_config, self._kv_cache_config)
 
     @_guarded()
     def _register(self, kv_caches: dict[str, Any]) -> None:
         self._layer_numbers = wiring.layer_numbers(self._vllm_config, self._kv_cache_config, kv_caches)
-        self._worker, close = wiring.worker_side(
+        self._worker, close = wiring.connector_worker(
             self._settings,
             self._vllm_config,
             self._kv_cache_config,
             kv_caches,
             self._agents,
-            loads_wait=self._settings.layerwise or loads_wait_for_work(self._vllm_config, self._outer_config),
-            idle_wait=self._asks_worker and self._vllm_config.parallel_config.data_parallel_size == 1,
+            loads_wait_for_gpu=self._settings.layerwise
+            or loads_wait_for_work(self._vllm_config, self._outer_config)
+            or zeroes_loaded_blocks(self._kv_cache_config, type(self)),
+            wait_when_idle=self._polls_worker and self._vllm_config.parallel_config.data_parallel_size == 1,
         )
         self._close.append(close)
-        if self._asks_worker:
+        if self._polls_worker:
             same_process.add_worker(self._engine_id, self._worker)
 
     def get_handshake_metadata(self) -> WorkerAgent | None:
-        """See the base class. MultiConnector hands what its first child says to all of them, and NIXL's connector stops
-        the engine for what is not its own: a child says nothing."""
+        """See the base class. Returns None under MultiConnector, which passes its first child's metadata to all
+        children: NIXL's connector stops the engine if it gets metadata of another kind."""
         if self._off or self._outer_config is not self._vllm_config:
             return None
         return WorkerAgent(self._agents.endpoint, self._agents.gpu)
@@ -139,14 +147,14 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """See the base class."""
         if self._worker is not None:
-            self._worker.before_step(kv_connector_metadata.orders)
+            self._worker.handle_preemptions(kv_connector_metadata.jobs)
 
     @_guarded()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See the base class."""
-        orders = self._orders()
-        if self._worker is not None and orders is not None:
-            self._worker.start_loads(orders)
+        jobs = self._jobs()
+        if self._worker is not None and jobs is not None:
+            self._worker.start_loads(jobs)
 
     @_guarded()
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -159,17 +167,17 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @_guarded()
     def wait_for_save(self) -> None:
-        """See the base class. Does not wait: the blocks stay the requests' until their stores have let go of them."""
-        orders = self._orders()
-        if self._worker is not None and orders is not None:
-            self._worker.start_stores(orders)
+        """See the base class. Does not wait: blocks stay allocated until their stores have read them."""
+        jobs = self._jobs()
+        if self._worker is not None and jobs is not None:
+            self._worker.start_stores(jobs)
 
-    @_guarded(otherwise=(None, None))
+    @_guarded(fallback=(None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See the base class."""
         if self._worker is None:
             return None, None
-        return self._worker.take_released() or None, self._worker.take_received() or None
+        return self._worker.take_finished_sending() or None, self._worker.take_finished_recving() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """See the base class."""
@@ -178,7 +186,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             results.failed_recving |= self._worker.take_failed_requests()
         return results
 
-    @_guarded(otherwise=set)
+    @_guarded(fallback=set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See the base class."""
         return self._worker.take_failed_blocks() if self._worker is not None else set()
@@ -186,20 +194,20 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_guarded()
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """See the base class."""
-        orders = self._orders()
-        if orders is None or self._worker is None:
+        jobs = self._jobs()
+        if jobs is None or self._worker is None:
             return None
-        return WorkerReport(orders.step, self._worker.take_ends(), self._worker.ready)
+        return WorkerReport(jobs.step, self._worker.take_reports(), self._worker.ready)
 
-    def _orders(self) -> StepOrders | None:
+    def _jobs(self) -> StepJobs | None:
         metadata = self._connector_metadata
-        return metadata.orders if isinstance(metadata, StepMetadata) else None
+        return metadata.jobs if isinstance(metadata, StepMetadata) else None
 
     # Scheduler.
 
     @_guarded()
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """See the base class, whose own refuses pipelines. For who looks where a worker's pages go."""
+        """See the base class, which refuses pipelines. Logs which agent serves each worker."""
         for (pp_rank, tp_rank), agent in sorted(metadata.items()):
             if not isinstance(agent, WorkerAgent):  # another child's of a MultiConnector
                 continue
@@ -210,15 +218,15 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def on_new_request(self, request: Any) -> None:
         """See the base class."""
         if self._scheduler is not None:
-            self._weight_version.look_for_core()
+            self._weight_version.find_engine_core()
             self._scheduler.on_new_request(request)
 
-    @_guarded(otherwise=(0, False))
+    @_guarded(fallback=(0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See the base class."""
         if self._scheduler is None:
             return 0, False
-        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        tokens = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens) and not self._settings.layerwise
 
     @_guarded()
@@ -226,12 +234,16 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """See the base class."""
         if self._scheduler is None:
             return
-        if num_external_tokens:
-            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
-        elif self._scheduler.watches_blocks:
-            self._scheduler.not_chosen(request, blocks.get_block_ids())
-        else:
-            self._scheduler.not_chosen(request)
+        try:
+            if num_external_tokens:
+                self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            elif self._scheduler.needs_new_blocks:
+                self._scheduler.allocated_without_load(request, blocks.get_block_ids())
+            else:
+                self._scheduler.allocated_without_load(request)
+        except Exception:
+            self._scheduler.lose_new_blocks()
+            raise
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """See the base class. Another host's pagestore counts as P2P."""
@@ -247,22 +259,31 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
-        return self._build(scheduler_output) or StepMetadata(StepOrders(step=0))
+        return self._build(scheduler_output) or StepMetadata(StepJobs(step=0))
 
     @_guarded()
     def _build(self, output: Any) -> StepMetadata | None:
         if self._scheduler is None:
             return None
 
-        preempted, block_ids_of = output.preempted_req_ids or (), output.kv_connector_block_state.get_block_ids
-        new_blocks = _blocks_of_running(output) if self._scheduler.watches_blocks else ()
-        return StepMetadata(self._scheduler.build(output.num_scheduled_tokens, preempted, block_ids_of, new_blocks))
+        try:
+            preempted, blocks = output.preempted_req_ids or (), output.kv_connector_block_state
+            new_blocks = _blocks_of_running(output) if self._scheduler.needs_new_blocks else ()
+            checkpoints = getattr(blocks, "boundary_state_offloads", {})  # of recurrent state, which is refused without
+            return StepMetadata(
+                self._scheduler.build_jobs(
+                    output.num_scheduled_tokens, preempted, blocks.get_block_ids, new_blocks, checkpoints
+                )
+            )
+        except Exception:  # what is to be announced may lie in blocks that this step gave away
+            self._scheduler.lose_new_blocks()
+            raise
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See the base class: of an engine with one KV cache group."""
+        """See the base class: called for engines with one KV cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @_guarded(otherwise=(False, None))
+    @_guarded(fallback=(False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -270,7 +291,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._scheduler is None:
             return False, None
         refusal = self._scheduler.refusal(request.request_id)
-        held = self._scheduler.finished(request, block_ids, request.status.name)
+        held = self._scheduler.request_finished(request, block_ids, request.status.name)
         # MultiConnector stops the engine where two children give the same key.
         named = bool(refusal) and self._outer_config is self._vllm_config
         return held, {KEY: {"refused": refusal}} if named else None
@@ -280,46 +301,48 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """See the base class."""
         if self._scheduler is None:
             return
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
-            self._scheduler.on_worker_report(report.step, report.ends, report.ready)
-        worker = same_process.worker_of(self._engine_id) if self._asks_worker else None
+        worker_report = connector_output.kv_connector_worker_meta
+        if isinstance(worker_report, WorkerReport):
+            self._scheduler.on_worker_report(worker_report.step, worker_report.reports, worker_report.ready)
+        worker = same_process.worker_of(self._engine_id) if self._polls_worker else None
         arrived = worker.take_arrived() if worker is not None else ()
         if arrived:  # vLLM goes on with these requests in its next step
             reported = connector_output.finished_recving or ()
-            connector_output.finished_recving = {*reported, *(end.request_id for end in arrived)}
-            self._scheduler.ended(arrived)
-        self._scheduler.received(connector_output.finished_recving or ())
+            connector_output.finished_recving = {*reported, *(report.request_id for report in arrived)}
+            self._scheduler.on_reports(arrived)
+        self._scheduler.finished_recving(connector_output.finished_recving or ())
 
-    @_guarded(otherwise=())
+    @_guarded(fallback=())
     def take_events(self) -> Iterable[Any]:
         """See the base class."""
         if self._scheduler is None:
             return ()
-        return [pool_event(change, self._settings.chunk_tokens) for change in self._scheduler.take_changes()]
+        return [kv_cache_event(change, self._settings.chunk_tokens) for change in self._scheduler.take_events()]
 
-    @_guarded(otherwise=False)
+    @_guarded(fallback=False)
     def reset_cache(self) -> bool:
         """See the base class. The pool keeps what it has: other engines use it."""
         if self._scheduler is not None:
-            self._scheduler.forget()
+            self._scheduler.reset_cache()
         return True
 
     @_guarded()
     def get_kv_connector_stats(self) -> PoolStats | None:
         """See the base class."""
-        data = self._scheduler.tally.take() if self._scheduler is not None else {}
+        data = self._scheduler.counters.take() if self._scheduler is not None else {}
         return PoolStats(data=data) if data else None
 
     @classmethod
     @_guarded()
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """See the base class."""
-        return wanted_layout(wiring.settings_of(vllm_config), vllm_config, outer_config(vllm_config))
+        return required_kv_cache_layout(
+            wiring.settings_from_config(vllm_config), vllm_config, outer_config(vllm_config)
+        )
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """See the base class: a captured graph would not wait for layers."""
+        """See the base class: a full CUDA graph would not wait for layers."""
         return bool(extra_config.get("layerwise", False))
 
     @classmethod
@@ -341,14 +364,17 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_guarded()
     def shutdown(self) -> None:
         """See the base class."""
-        if self._asks_worker:
+        if self._polls_worker:
             same_process.remove_worker(self._engine_id)
         while self._close:
             self._close.pop()()
 
 
 def _blocks_of_running(output: Any) -> list[int]:
-    """Blocks of all groups that a step gave to running requests. Others are heard of by `update_state_after_alloc`."""
+    """Return the blocks of all groups that a step allocated to running requests.
+
+    Those of other requests are passed to `update_state_after_alloc`.
+    """
     running = output.scheduled_cached_reqs
     return [
         block

@@ -1,15 +1,15 @@
-"""What an engine counts of its use of the pool since it was last asked."""
+"""Counters of an engine's use of the pool since they were last read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from kvpool.connectors.vllm.orders import LoadEnd, StoreEnd
+from kvpool.connectors.vllm.step_jobs import LoadReport, StoreReport
 
 
 @dataclass(slots=True)
 class ConnectorCounters:
-    """Of all workers together: a chunk that two of them load counts twice."""
+    """Counters of all workers together: a chunk that two of them load counts twice."""
 
     lookups: int = 0
     failed_lookups: int = 0
@@ -24,6 +24,7 @@ class ConnectorCounters:
     staging_tokens: int = 0
     disk_tokens: int = 0
     remote_tokens: int = 0
+    gpu_tokens: int = 0
     stores: int = 0
     stored_chunks: int = 0
     deduplicated_chunks: int = 0
@@ -33,34 +34,35 @@ class ConnectorCounters:
     stored_bytes: int = 0
 
     def decided(self, offered_chunks: int, chosen_chunks: int) -> None:
-        """A request was offered chunks and will load some."""
+        """Count a request that was offered chunks and will load some of them."""
         self.offered_chunks += offered_chunks
         self.declined_chunks += offered_chunks - chosen_chunks
 
-    def count(self, end: LoadEnd | StoreEnd) -> None:
-        """A load or store has ended."""
-        if isinstance(end, LoadEnd):
+    def count(self, report: LoadReport | StoreReport) -> None:
+        """Count a load or store that has ended."""
+        if isinstance(report, LoadReport):
             self.loads += 1
-            self.loaded_chunks += end.result.loaded_chunks
-            if not end.cancelled:
-                self.failed_loads += bool(end.failed_chunks)
-                self.failed_load_chunks += end.failed_chunks
-            self.load_seconds += end.duration_s
-            self.loaded_bytes += end.size_bytes
-            self.staging_tokens += end.result.tokens.staging
-            self.disk_tokens += end.result.tokens.disk
-            self.remote_tokens += end.result.tokens.remote
+            self.loaded_chunks += report.result.loaded_chunks
+            if not report.cancelled:
+                self.failed_loads += bool(report.failed_chunks)
+                self.failed_load_chunks += report.failed_chunks
+            self.load_seconds += report.duration_s
+            self.loaded_bytes += report.size_bytes
+            self.staging_tokens += report.result.tokens.staging
+            self.disk_tokens += report.result.tokens.disk
+            self.remote_tokens += report.result.tokens.remote
+            self.gpu_tokens += report.result.tokens.gpu
         else:
             self.stores += 1
-            self.stored_chunks += end.stored_chunks
-            self.deduplicated_chunks += end.deduplicated_chunks
-            self.failed_store_chunks += end.failed_chunks
-            self.skipped_store_chunks += end.skipped_chunks
-            self.store_seconds += end.duration_s
-            self.stored_bytes += end.size_bytes
+            self.stored_chunks += report.stored_chunks
+            self.deduplicated_chunks += report.deduplicated_chunks
+            self.failed_store_chunks += report.failed_chunks
+            self.skipped_store_chunks += report.skipped_chunks
+            self.store_seconds += report.duration_s
+            self.stored_bytes += report.size_bytes
 
     def take(self) -> dict[str, int | float]:
-        """What is not zero, by name; counting starts again."""
+        """Return the counters that are not zero, by name, and reset them."""
         taken = {field.name: value for field in fields(self) if (value := getattr(self, field.name))}
         for field in fields(self):
             setattr(self, field.name, field.default)

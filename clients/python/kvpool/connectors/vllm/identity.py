@@ -1,11 +1,12 @@
-"""Which keyspace a vLLM engine's KV belongs to, and which part of it one of its ranks has.
+"""Derives the keyspace of a vLLM engine's KV, and the part of it that each rank has.
 
-Everything is read off vLLM's configuration, so that the scheduler, which has no tensors, comes to the same keyspace as
+Everything is read from vLLM's configuration, so that the scheduler, which has no tensors, derives the same keyspace as
 the workers.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from kvpool.client.checkpoint import canonical_config
 from kvpool.connectors.checkpoints import weights_revision
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
-from kvpool.core.geometry import OpaqueLayout
+from kvpool.core.geometry import AttentionKind, OpaqueLayout
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec
 from kvpool.core.model import ROPE_KEYS, Model, default_keyspace_name, family_name
@@ -30,12 +31,18 @@ _DTYPES = {
 }
 _DRAFTERS = ("eagle", "eagle3", "mtp")
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "medusa", "mlp_speculator", "suffix")
+_RECURRENT = "MambaSpec"  # vLLM's name for all recurrent state: Mamba, gated delta nets, short convolutions, ...
+_CHUNK_TOKENS_MAX = 4096
 _FP8_PER_TENSOR = 1  # of vLLM's KVQuantMode; 0: not quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheFacts:
-    """Of one of the engine's KV cache groups. head_count: of one rank. opaque: blocks cannot be taken apart."""
+class KvCacheInfo:
+    """One of the engine's KV cache groups.
+
+    head_count: heads of one rank. opaque: blocks cannot be split into rows. state: for recurrent layers, how the bytes
+    of a block, which is one row, are arranged; empty for attention.
+    """
 
     block_tokens: int
     head_count: int
@@ -47,21 +54,25 @@ class CacheFacts:
     volatile_tokens: int = 0  # at the end of what is computed: the drafter's KV of them may be written again
     window_tokens: int = 0  # that a token attends to, its own included; 0: all before it
     layer_numbers: tuple[int, ...] = ()  # of the model, ascending; empty: all of them are in this group
+    state: str = ""
 
 
-def cache_facts(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheFacts, ...]:
-    """Of all KV cache groups, in vLLM's order.
+def kv_cache_infos(vllm_config: Any, kv_cache_config: Any) -> tuple[KvCacheInfo, ...]:
+    """Return the KV cache groups in vLLM's order.
 
-    raises: GeometryUnsupported naming what the engine's cache has that cannot be shared.
+    raises: GeometryUnsupported naming what cannot be shared.
     """
     groups = kv_cache_config.kv_cache_groups
+    recurrent = [group.kv_cache_spec for group in groups if type(group.kv_cache_spec).__name__ == _RECURRENT]
+    if recurrent:
+        _check_recurrent(vllm_config, groups, recurrent)
     if len(groups) == 1:
         draft_layers = _draft_layers(vllm_config, groups[0])
-        return (_group_facts(vllm_config, groups[0], draft_layers=draft_layers),)
-    return _facts_of_groups(vllm_config, groups)
+        return (_group_info(vllm_config, groups[0], draft_layers=draft_layers),)
+    return _infos_of_groups(vllm_config, groups)
 
 
-def _facts_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[CacheFacts, ...]:
+def _infos_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[KvCacheInfo, ...]:
     from vllm.model_executor.models.utils import extract_layer_index
 
     model, drafter = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
@@ -72,10 +83,14 @@ def _facts_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[CacheFact
     found = []
     for group in groups:
         spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
+        numbers = tuple(sorted(extract_layer_index(name) for name in group.layer_names))
+        if kind == _RECURRENT:
+            found.append(replace(_group_info(vllm_config, group), layer_numbers=numbers))
+            continue
         if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
             raise GeometryUnsupported(
-                f"one of the engine's {len(groups)} KV cache groups is of {kind}; full attention and sliding windows "
-                f"are served"
+                f"one of the engine's {len(groups)} KV cache groups is of {kind}; full attention, sliding windows and "
+                f"recurrent state are served"
             )
         heads = max(1, model.get_total_num_kv_heads() // vllm_config.parallel_config.tensor_parallel_size)
         shape, expected = (spec.num_kv_heads, spec.head_size), (heads, model.get_head_size())
@@ -84,9 +99,10 @@ def _facts_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[CacheFact
                 f"layers of {kind} have {shape[0]} KV heads x {shape[1]} elements, others of the model {expected[0]} x "
                 f"{expected[1]}; equal ones are served"
             )
-        numbers = tuple(sorted(extract_layer_index(name) for name in group.layer_names))
-        found.append(replace(_group_facts(vllm_config, group), layer_numbers=numbers))
-    numbers = tuple(sorted(number for facts in found for number in facts.layer_numbers))
+        found.append(replace(_group_info(vllm_config, group), layer_numbers=numbers))
+    numbers = tuple(sorted(number for info in found for number in info.layer_numbers))
+    if any(info.state for info in found):
+        return tuple(found)  # of such models layers may have attention and a state, or neither
     if numbers != tuple(range(model.get_total_num_hidden_layers())):
         raise GeometryUnsupported(
             f"{len(numbers)} layers have KV of their own, the model has {model.get_total_num_hidden_layers()}: layers "
@@ -95,14 +111,20 @@ def _facts_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[CacheFact
     return tuple(found)
 
 
-def _group_facts(vllm_config: Any, group: Any, *, draft_layers: int = 0) -> CacheFacts:
-    import torch
-
+def _group_info(vllm_config: Any, group: Any, *, draft_layers: int = 0) -> KvCacheInfo:
     spec = group.kv_cache_spec
     kind = type(spec).__name__
+    if kind == _RECURRENT:
+        return _state_info(vllm_config, spec)
+    if kind == "UniformTypeKVCacheSpecs":
+        shapes = sorted({_shape(layer) for layer in spec.kv_cache_specs.values()})
+        raise GeometryUnsupported(
+            f"layers of one KV cache group keep unequal KV ({', '.join(shapes)}), as those of a sparse-attention "
+            f"indexer do: equal ones are served"
+        )
     if kind not in ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"):
         raise GeometryUnsupported(
-            f"the engine's KV cache is of {kind}; full attention, MLA and sliding windows are served"
+            f"the engine's KV cache is of {kind}; full attention, MLA, sliding windows and recurrent state are served"
         )
     # With its hybrid manager disabled vLLM keeps KV of all tokens for layers with a window, too, as for full attention.
     window_tokens = int(spec.sliding_window) if kind == "SlidingWindowSpec" else 0
@@ -117,10 +139,7 @@ def _group_facts(vllm_config: Any, group: Any, *, draft_layers: int = 0) -> Cach
         raise GeometryUnsupported("context parallelism spreads a block's tokens over ranks; it is not served")
     _check_rows(spec)
     dtype = _element_type(spec, vllm_config.cache_config)
-    device = torch.device(vllm_config.device_config.device_type).type
-    if device not in ("cpu", "cuda"):
-        raise GeometryUnsupported(f"the engine runs on {device}; CPUs and NVIDIA GPUs are served")
-    on_cpu = device == "cpu"
+    on_cpu = not on_gpu(vllm_config)
     block_bytes = spec.page_size_bytes
     heads = spec.num_kv_heads
     if block_bytes % (heads * spec.block_size):
@@ -130,7 +149,7 @@ def _group_facts(vllm_config: Any, group: Any, *, draft_layers: int = 0) -> Cach
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size)
-    return CacheFacts(
+    return KvCacheInfo(
         block_tokens=spec.block_size,
         head_count=heads,
         row_bytes=block_bytes // (heads * spec.block_size),
@@ -143,10 +162,95 @@ def _group_facts(vllm_config: Any, group: Any, *, draft_layers: int = 0) -> Cach
     )
 
 
-def _draft_layers(vllm_config: Any, group: Any) -> int:
-    """Layers of a drafter in the model's own cache group, where they have the very shape of the model's.
+def _shape(spec: Any) -> str:
+    heads, elements = getattr(spec, "num_kv_heads", "?"), getattr(spec, "head_size", "?")
+    return f"{type(spec).__name__} {heads} x {elements} {str(getattr(spec, 'dtype', '?')).removeprefix('torch.')}"
 
-    raises: GeometryUnsupported for a drafter whose KV is of another kind.
+
+def on_gpu(vllm_config: Any) -> bool:
+    """Whether the engine's memory is a GPU's. raises: GeometryUnsupported unless it is on a GPU or the host."""
+    import torch
+
+    device = torch.device(vllm_config.device_config.device_type).type
+    if device not in ("cpu", "cuda"):
+        raise GeometryUnsupported(f"the engine runs on {device}; CPUs and NVIDIA GPUs are served")
+    return device == "cuda"
+
+
+def _check_recurrent(vllm_config: Any, groups: Sequence[Any], recurrent: Sequence[Any]) -> None:
+    """Check that vLLM keeps recurrent state at chunk boundaries and reports its blocks.
+
+    raises: GeometryUnsupported naming what prevents that.
+    """
+    from vllm.v1.core.sched import output
+
+    block_tokens, mode = recurrent[0].block_size, recurrent[0].mamba_cache_mode
+    if mode != "align":
+        raise GeometryUnsupported(
+            f"vLLM keeps no checkpoints of recurrent state in mamba_cache_mode {mode!r}; start with "
+            f"--enable-prefix-caching"
+        )
+    block_state = getattr(output, "KVConnectorBlockState", None)
+    if "boundary_state_offloads" not in getattr(block_state, "__annotations__", ()):
+        raise GeometryUnsupported("this vLLM does not name the blocks of its checkpoints of recurrent state")
+    if vllm_config.speculative_config is not None:
+        raise GeometryUnsupported("speculative decoding beside recurrent state is not served")
+    if _has_addresses_of_states(vllm_config):
+        raise GeometryUnsupported(
+            "recurrent state on a CPU is not served with vLLM's model runner V2; start with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    sizes = {group.kv_cache_spec.block_size for group in groups}
+    if sizes != {block_tokens} or unit not in (None, block_tokens):
+        raise GeometryUnsupported(
+            f"recurrent state beside blocks of {sorted(sizes)} tokens, matched by {unit or min(sizes)}, is not served: "
+            f"vLLM copies states inside of blocks then; start with one --block-size, and without --prefix-match-unit"
+        )
+    if block_tokens & (block_tokens - 1) or block_tokens > _CHUNK_TOKENS_MAX:
+        raise GeometryUnsupported(
+            f"vLLM keeps recurrent state after each {block_tokens} tokens, and chunks have a power of two of them, at "
+            f"most {_CHUNK_TOKENS_MAX}; start with --block-size {1 << (block_tokens - 1).bit_length()}"
+        )
+
+
+def _has_addresses_of_states(vllm_config: Any) -> bool:
+    """Whether vLLM captures addresses of recurrent state before it registers the KV cache, which moves on a CPU."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", False)) and not on_gpu(vllm_config)
+
+
+def recurrent_block_tokens(kv_cache_config: Any) -> int:
+    """Return the tokens between two checkpoints of recurrent state; 0 for models without any."""
+    groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
+    specs = [group.kv_cache_spec for group in groups]
+    return next((int(spec.block_size) for spec in specs if type(spec).__name__ == _RECURRENT), 0)
+
+
+def _state_info(vllm_config: Any, spec: Any) -> KvCacheInfo:
+    """Kernels arrange states as they like: the bytes are valid only for engines with the same kernels."""
+    types = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+    if types[-1] not in _DTYPES:
+        raise GeometryUnsupported(f"the engine's recurrent state is of {types[-1]}; {', '.join(_DTYPES)} are served")
+    device, isa = "cuda", ""
+    if not on_gpu(vllm_config):
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        device, isa = "cpu", _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, None)
+    parts = (f"{kind} {'x'.join(map(str, shape))}" for kind, shape in zip(types, spec.shapes, strict=True))
+    return KvCacheInfo(
+        block_tokens=spec.block_size,
+        head_count=1,
+        row_bytes=int(spec.state_content_size_bytes),
+        opaque=True,
+        dtype=types[-1],
+        isa=isa,
+        state=" ".join([getattr(spec.mamba_type, "name", str(spec.mamba_type)).lower(), device, *parts]),
+    )
+
+
+def _draft_layers(vllm_config: Any, group: Any) -> int:
+    """Return the number of drafter layers in the model's own KV cache group, where they have the model's shape.
+
+    raises: GeometryUnsupported for a drafter whose KV has another shape.
     """
     drafter = getattr(vllm_config, "speculative_config", None)
     if drafter is None or drafter.method in _DRAFTERS_WITHOUT_KV:
@@ -178,15 +282,15 @@ def _head_shape(model: Any) -> tuple[int, int]:
 
 
 def _volatile_tokens(vllm_config: Any) -> int:
-    """A drafter computes the KV of a token from the tokens behind it, of which it may have to guess some."""
+    """A drafter computes a token's KV from the tokens after it, some of which it may have to guess."""
     return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
 def layer_order(kv_caches: Collection[str], group: Any, layer_count: int, draft_layers: int) -> list[str]:
-    """Names of a rank's layers, first to last, a drafter's at the end.
+    """Return the names of a rank's layers in order, drafter layers last.
 
-    group: of the rank's KV cache. layer_count: with the drafter's.
-    raises: GeometryUnsupported if the names are not one for each layer.
+    group: of the rank's KV cache. layer_count: including drafter layers. raises: GeometryUnsupported if names do not
+    correspond to layers one to one.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -237,55 +341,71 @@ def _check_rows(spec: Any) -> None:
 
 
 def model_spec(
-    settings: VllmSettings, vllm_config: Any, facts: CacheFacts, *, read_weights: bool = True
+    settings: VllmSettings, vllm_config: Any, info: KvCacheInfo, *, read_weights: bool = True
 ) -> KeyspaceSpec:
-    """The keyspace of the engine's KV. May read samples of the weights; without them only its geometry is right.
+    """Return the keyspace of the engine's KV. May read samples of the weights; without them only its geometry is valid.
 
     raises: InvalidRequest, GeometryUnsupported.
     """
     import vllm
 
     model = vllm_config.model_config
-    if settings.chunk_tokens % facts.block_tokens:
+    if info.state and settings.chunk_tokens != info.block_tokens:
         raise InvalidRequest(
-            f"chunk_tokens {settings.chunk_tokens} is no multiple of the engine's block size {facts.block_tokens}; "
+            f"chunk_tokens {settings.chunk_tokens} is not {info.block_tokens}, the tokens between two of the engine's "
+            f"checkpoints of recurrent state; leave chunk_tokens out of kv_connector_extra_config"
+        )
+    if settings.chunk_tokens % info.block_tokens:
+        raise InvalidRequest(
+            f"chunk_tokens {settings.chunk_tokens} is no multiple of the engine's block size {info.block_tokens}; "
             f"set chunk_tokens in kv_connector_extra_config"
         )
     opaque = None
-    if facts.opaque:
+    if info.state:
+        opaque = OpaqueLayout(
+            engine="vllm",
+            layout_id=f"{info.state} {vllm.__version__}",
+            isa=info.isa,
+            block_tokens=info.block_tokens,
+            cell_bytes=info.row_bytes,
+        )
+    elif info.opaque:
         opaque = OpaqueLayout(
             engine="vllm",
             layout_id=f"cpu_attn {vllm.__version__}",  # the kernels decide it, release by release
-            isa=facts.isa,
-            block_tokens=facts.block_tokens,
-            cell_bytes=facts.row_bytes * facts.block_tokens,
+            isa=info.isa,
+            block_tokens=info.block_tokens,
+            cell_bytes=info.row_bytes * info.block_tokens,
         )
-    geometry: dict[str, Any] = (
-        {"latent_dim": facts.row_bytes // (_DTYPES[facts.dtype].bits // 8)}
-        if model.use_mla
-        else {"kv_heads": model.get_total_num_kv_heads(), "head_dim": model.get_head_size()}
-    )
+    geometry: dict[str, Any]
+    if info.state:  # each rank has a part of it, in one piece
+        geometry = {"kv_heads": vllm_config.parallel_config.tensor_parallel_size, "head_dim": 1}
+    elif model.use_mla:
+        geometry = {"latent_dim": info.row_bytes // (_DTYPES[info.dtype].bits // 8)}
+    else:
+        geometry = {"kv_heads": model.get_total_num_kv_heads(), "head_dim": model.get_head_size()}
     config = model.hf_text_config.to_dict()
-    return Model(
+    spec = Model(
         # A revision that was given may be that of another model of this kind, too.
         settings.model_id or (str(model.model) if settings.model_revision else family_name(config)),
         settings.model_revision or (model_revision(model) if read_weights else "not read"),
-        layers=len(facts.layer_numbers) or model.get_total_num_hidden_layers() + facts.draft_layers,
-        window_tokens=facts.window_tokens,
-        dtype=_DTYPES[facts.dtype],
+        layers=len(info.layer_numbers) or model.get_total_num_hidden_layers() + info.draft_layers,
+        window_tokens=info.window_tokens,
+        dtype=_DTYPES[info.dtype],
         chunk_tokens=settings.chunk_tokens,
         rope=config,
         # A checkpoint that is quantized says so itself, and its weights are its own.
         quantization=model.quantization if getattr(model.hf_config, "quantization_config", None) is None else None,
-        variant=_variant(vllm_config, facts) if read_weights else (),
+        variant=_variant(vllm_config, info) if read_weights else (),
         salt=settings.salt,
         opaque=opaque,
         **geometry,
     ).spec
+    return replace(spec, groups=(replace(spec.group, attention=AttentionKind.STATE_SPACE),)) if info.state else spec
 
 
 def model_revision(model: Any) -> str:
-    """A digest of the weights, or the hub's commit. raises: InvalidRequest if there is neither."""
+    """Return a digest of the weights, or the hub's commit. raises: InvalidRequest if there is neither."""
     revision = weights_revision(str(model.model), getattr(model.hf_config, "_commit_hash", None))
     if revision is None:
         raise InvalidRequest(
@@ -295,17 +415,17 @@ def model_revision(model: Any) -> str:
     return revision
 
 
-def _variant(vllm_config: Any, facts: CacheFacts) -> list[Any]:
+def _variant(vllm_config: Any, info: KvCacheInfo) -> list[Any]:
     """Whatever else the KV depends on: what was overridden of the config, in which type it is computed, and whether the
     weights are real ones; the same of a drafter that has KV; which of the model's layers have it. Empty for a
     checkpoint with one KV cache group that is served as it is."""
     model = vllm_config.model_config
-    parts: list[Any] = [*_override_parts(model), *_computed_in(model, facts), *_length_parts(model)]
+    parts: list[Any] = [*_override_parts(model), *_computed_in(model, info), *_length_parts(model)]
     if str(vllm_config.load_config.load_format) == "dummy":
         parts.append("made-up weights")
-    if facts.layer_numbers:
-        parts.append({"layers": facts.layer_numbers})
-    if facts.draft_layers:
+    if info.layer_numbers:
+        parts.append({"layers": info.layer_numbers})
+    if info.draft_layers:
         parts.append(_drafter_parts(vllm_config.speculative_config, model))
     return parts
 
@@ -322,9 +442,9 @@ def _override_parts(model: Any) -> list[Any]:
     return [{"overrides": getattr(overrides, "__qualname__", ""), "to": canonical_config(changed).decode()}]
 
 
-def _computed_in(model: Any, facts: CacheFacts) -> list[str]:
+def _computed_in(model: Any, info: KvCacheInfo) -> list[str]:
     computed = str(model.dtype).removeprefix("torch.")
-    return [f"computed in {computed}"] if computed != facts.dtype else []
+    return [f"computed in {computed}"] if computed != info.dtype else []
 
 
 def _drafter_parts(drafter: Any, model: Any) -> list[Any]:
@@ -374,7 +494,7 @@ def _length_part(model: Any, rope: dict[str, Any]) -> list[str]:
 
 
 def part_of_rank(spec: KeyspaceSpec, vllm_config: Any, rank: int) -> RankPart:
-    """Layers and heads of the worker with that number among all of the engine's."""
+    """Return the layers and heads of the worker with this number among all workers of the engine."""
     parallel = vllm_config.parallel_config
     tp_size = parallel.tensor_parallel_size
     pp_rank, tp_rank = divmod(rank, tp_size)
@@ -391,7 +511,7 @@ def part_of_rank(spec: KeyspaceSpec, vllm_config: Any, rank: int) -> RankPart:
 
 
 def check_ranks(spec: KeyspaceSpec, vllm_config: Any) -> None:
-    """raises: PartitionRefused naming the grid and the degrees if pages cannot be cut as the ranks are."""
+    """raises: PartitionRefused, naming grid and degrees, if pages cannot be divided among the ranks."""
     parallel, grid = vllm_config.parallel_config, ShardGrid.of(spec)
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     for rank in range(tp_size * pp_size):
@@ -404,7 +524,15 @@ def check_ranks(spec: KeyspaceSpec, vllm_config: Any) -> None:
             ) from error
 
 
-def keyspace_name(settings: VllmSettings, spec: KeyspaceSpec, facts: CacheFacts) -> str:
-    """What operators see. Of a model with several KV cache groups: each has the number of its first layer behind it."""
+def keyspace_name(settings: VllmSettings, spec: KeyspaceSpec, info: KvCacheInfo) -> str:
+    """Return the name that operators see.
+
+    With several KV cache groups the number of a group's first layer is appended; for recurrent state also a digest of
+    its arrangement, as only engines with the same one share it.
+    """
     name = settings.keyspace_name or default_keyspace_name(spec)
-    return f"{name}-layer{facts.layer_numbers[0]}" if facts.layer_numbers else name
+    first_layer = info.layer_numbers[0] if info.layer_numbers else 0
+    if info.state:
+        arranged = hashlib.blake2b(f"{spec.opaque} {spec.group}".encode(), digest_size=4).hexdigest()
+        return f"{name}-state{first_layer}-{arranged}"
+    return f"{name}-layer{first_layer}" if info.layer_numbers else name

@@ -1,34 +1,45 @@
-"""KV cache groups of a model, and the deepest boundary of a prompt at which all of them let a request go on.
+"""KV cache groups of a model, and the deepest prompt boundary from which all of them can resume a request.
 
-vLLM groups layers that keep the same tokens; each group is a keyspace of its own, with chunk hashes of its own. Layers
-of full attention need all chunks before a boundary, layers of a sliding window only those that the next token reads.
+vLLM groups layers that keep the same tokens; each group is a keyspace of its own, with its own chunk hashes. Layers
+with full attention need all chunks before a boundary, layers with a sliding window only those that the next token
+reads, and recurrent layers only the state after the boundary's last token: that state is their chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpool.client.engine_items import EngineMatchRun, EngineSource, MatchResult
 from kvpool.client.hashing import Prompt
 
-NO_BLOCK = 0  # vLLM's null block: stands where a block has left its group's window
+_STATE_ASKS_GROW = 8  # so many times more states are asked about in each round
+NULL_BLOCK_ID = 0  # vLLM's null block: stands where a block has left its group's window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheGroup:
     """One of vLLM's KV cache groups, as its scheduler sees it.
 
-    block_tokens: of its blocks. chunk_bytes: of one chunk, of all ranks. window_tokens: a token attends to the last so
-    many, its own included; 0: to all.
+    block_tokens: tokens of a block. chunk_bytes: bytes of a chunk, all ranks together. window_tokens: how many tokens a
+    token attends to, itself included; 0: all. recurrent: a chunk has one block with the state after the chunk's last
+    token, at the boundaries where vLLM keeps one.
     """
 
     block_tokens: int
     chunk_bytes: int
     window_tokens: int = 0
+    recurrent: bool = False
+
+    @property
+    def gives_blocks_back(self) -> bool:
+        """Whether vLLM frees blocks of requests while they run."""
+        return self.recurrent or self.window_tokens > 0
 
     def first_chunk(self, end_tokens: int, chunk_tokens: int) -> int:
         """Return the first chunk that token `end_tokens` reads: vLLM keeps whole blocks of the window before it."""
+        if self.recurrent:
+            return max(0, end_tokens // chunk_tokens - 1)
         if not self.window_tokens:
             return 0
         skipped_blocks = max(0, end_tokens - self.window_tokens + 1) // self.block_tokens
@@ -38,36 +49,59 @@ class KvCacheGroup:
 def first_held_chunk(block_ids: Sequence[int], first_chunk: int, end_chunk: int, blocks_per_chunk: int) -> int:
     """Return the first chunk of [first_chunk, end_chunk) from which on a request has all blocks; end_chunk if none."""
     for at in range(min(end_chunk * blocks_per_chunk, len(block_ids)) - 1, first_chunk * blocks_per_chunk - 1, -1):
-        if block_ids[at] == NO_BLOCK:
+        if block_ids[at] == NULL_BLOCK_ID:
             return at // blocks_per_chunk + 1
     return first_chunk
 
 
 def first_held_token(block_ids: Sequence[int], first_token: int, block_tokens: int) -> int:
-    """Return the first token from first_token (where a block begins) on that has a block."""
+    """Return the first token that has a block, from first_token (the start of a block) on."""
     at = first_token // block_tokens
-    while at < len(block_ids) and block_ids[at] == NO_BLOCK:
+    while at < len(block_ids) and block_ids[at] == NULL_BLOCK_ID:
         at += 1
     return max(first_token, at * block_tokens)
 
 
-class BoundarySearch:
-    """Finds the deepest chunk boundary that all groups have, from the answers to "which chunks from this one on?".
+def _pooled(found: range, match: MatchResult) -> list[range]:
+    """Return the matched chunks that are pages in the pool, not only in GPU caches of other engines."""
+    pooled, at = [], found.start
+    if not any(run.source == EngineSource.GPU for run in match.runs):
+        return [found]
+    for run in match.runs:
+        at, start = at + run.chunk_count, at
+        if run.source != EngineSource.GPU:
+            pooled.append(range(start, at))
+    return pooled
 
-    Ask what `asks` returns, say what was `found`, and again, until nothing is asked or time is over: `boundary` is
-    right for what is known so far.
+
+def _distance(source: EngineSource) -> int:
+    return 0 if source == EngineSource.GPU else int(source)
+
+
+class BoundarySearch:
+    """Finds the deepest chunk boundary that all groups have, by asking which chunks exist from a given one on.
+
+    Look up what `asks` returns, pass the results to `found`, and repeat until `asks` is empty or time is up: `boundary`
+    is correct for what is known so far. For recurrent groups only the chunk asked about counts: their states may be
+    anywhere, so that each may be asked about, a few at first and more with each round.
     """
 
     def __init__(self, groups: Sequence[KvCacheGroup], prompt: Prompt, held_chunks: int) -> None:
-        """held_chunks: that the engine has; a boundary there is as good as none."""
+        """held_chunks: chunks that the engine has; a boundary there is worth nothing."""
         self._groups, self._prompt, self._held = groups, prompt, min(held_chunks, prompt.chunk_count)
-        self._limit = prompt.chunk_count  # no deeper boundary is possible
+        self._recurrent = [number for number, group in enumerate(groups) if group.recurrent]
+        # No deeper boundary is possible. A state goes on from its boundary alone, and one token must be computed.
+        self._limit = prompt.chunk_count
+        if self._recurrent:
+            self._limit = max(self._held, min(self._limit, (prompt.token_count - 1) // prompt.chunk_tokens))
+        self._state_asks = 1
         self._matches: list[list[tuple[range, MatchResult]]] = [[] for _ in groups]
 
     def asks(self) -> list[tuple[int, int]]:
-        """(group, first chunk) of what must be known next; empty if `boundary` is the deepest there is."""
+        """Return (group, first chunk) of the lookups needed next; empty if `boundary` is the deepest one."""
         if not any(self._matches):
-            return [(number, self._held) for number in range(len(self._groups))]
+            begin = [self._limit - 1 if group.recurrent else self._held for group in self._groups]
+            return list(enumerate(begin)) if self._limit > self._held else []
         while self._limit > self._held:
             firsts = [self._first(number, self._limit) for number in range(len(self._groups))]
             # What follows a run is not there: no boundary whose window reaches over it is possible.
@@ -75,20 +109,38 @@ class BoundarySearch:
                 run.stop
                 for number, first in enumerate(firsts)
                 for run, _ in self._matches[number]
-                if first <= run.stop < self._limit
+                if number not in self._recurrent and first <= run.stop < self._limit
             ]
-            if not gaps:
-                return [(number, first) for number, first in enumerate(firsts) if not self._has(number, self._limit)]
-            self._limit = min(gaps)
+            if gaps:
+                self._limit = min(gaps)
+            elif any(self._lacks_state(number, self._limit) for number in self._recurrent):
+                self._limit -= 1
+            else:
+                asks = [(number, first) for number, first in enumerate(firsts) if not self._has(number, self._limit)]
+                return [ask for ask in asks if ask[0] not in self._recurrent] + self._asks_of_states(dict(asks))
         return []
 
+    def _asks_of_states(self, lacking: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Return lookups of the state at the limit and, if no group is known to have it, of one group's states below
+        it."""
+        wanted = [number for number in self._recurrent if number in lacking]
+        if len(wanted) < len(self._recurrent) or not wanted:
+            return [(number, lacking[number]) for number in wanted]
+        self._state_asks *= _STATE_ASKS_GROW
+        chunks = range(self._limit - 1, max(self._held, self._limit - self._state_asks) - 1, -1)
+        first = wanted[0]
+        unknown = [
+            chunk for chunk in chunks if not (self._has(first, chunk + 1) or self._lacks_state(first, chunk + 1))
+        ]
+        return [(first, chunk) for chunk in unknown]
+
     def found(self, group: int, first_chunk: int, match: MatchResult) -> None:
-        """The answer to one of `asks`."""
+        """Add the result of one of `asks`."""
         self._matches[group].append((range(first_chunk, max(first_chunk, match.matched_chunks)), match))
 
     @property
     def boundary(self) -> int:
-        """The deepest one that all groups are known to have; held_chunks if there is none."""
+        """The deepest boundary that all groups are known to have; held_chunks if there is none."""
         limit = self._limit
         while limit > self._held:
             lacking = [number for number in range(len(self._groups)) if not self._has(number, limit)]
@@ -100,13 +152,15 @@ class BoundarySearch:
 
     @property
     def runs(self) -> tuple[tuple[range, ...], ...]:
-        """Of each group: chunks that were found, each run up to one that is missing."""
-        return tuple(tuple(run for run, _ in matches) for matches in self._matches)
+        """For each group: chunks that the pool has; each run ends before a chunk that it lacks."""
+        return tuple(
+            tuple(pooled for found, match in matches for pooled in _pooled(found, match)) for matches in self._matches
+        )
 
     @property
     def match(self) -> MatchResult:
-        """What can be loaded, as of one group: several count as one run, from where the farthest of their chunks is."""
-        if len(self._groups) == 1 and not self._groups[0].window_tokens and self._matches[0]:
+        """What can be loaded, as a match of one group: of several groups, one run with the farthest source."""
+        if len(self._groups) == 1 and not self._groups[0].gives_blocks_back and self._matches[0]:
             return self._matches[0][0][1]
         end = self.boundary
         if end <= self._held:
@@ -116,7 +170,7 @@ class BoundarySearch:
             for number in range(len(self._groups))
             for run in self._runs_within(number, range(self._first(number, end), end))
         ]
-        source = max((run.source for run in runs), default=EngineSource.STAGING)
+        source = max((run.source for run in runs), key=_distance, default=EngineSource.STAGING)
         return MatchResult(end, self._prompt.usable_tokens(end), (EngineMatchRun(end - self._held, source, 0.0),))
 
     def _first(self, number: int, end_chunk: int) -> int:
@@ -127,8 +181,11 @@ class BoundarySearch:
         first = self._first(number, end_chunk)
         return any(run.start <= first and end_chunk <= run.stop for run, _ in self._matches[number])
 
+    def _lacks_state(self, number: int, end_chunk: int) -> bool:
+        return any(run.start == run.stop == end_chunk - 1 for run, _ in self._matches[number])
+
     def _runs_within(self, number: int, chunks: range) -> list[EngineMatchRun]:
-        """Those of the match that has all of `chunks`, as far as they overlap them."""
+        """Return the runs of the match that covers `chunks`, restricted to them."""
         found, match = next(
             (found, match)
             for found, match in self._matches[number]

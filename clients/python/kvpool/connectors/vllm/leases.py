@@ -1,4 +1,4 @@
-"""Leases on what waiting requests will load: it is brought into the host's memory, and kept there meanwhile."""
+"""Leases on the chunks that waiting requests will load: they are brought into host memory and kept there."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvpool.client.engine_requests import LeaseHandle
+from kvpool.connectors.vllm.agent_connection import AgentConnection
 from kvpool.connectors.vllm.kv_groups import KvCacheGroup
-from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.load_plans import LoadPlan
 from kvpool.core.errors import KvPoolError
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 HOLD_S = 30.0  # an agent may end it earlier
-AGAIN_S = 1.0  # after one that ended early: refused, say
-AT_ONCE = 16  # more are refused by an agent's default
+RETRY_S = 1.0  # after one that ended early: refused, say
+LEASES_MAX = 16  # more are refused by an agent's default
 
 
 @dataclass(slots=True)
@@ -34,55 +34,61 @@ class _Lease:
 
 
 class Leases:
-    """Leases of the requests that wait in one scheduler. A request that gets blocks in the step that plans its load, as
-    on an engine that is not busy, has none: no message is sent for it."""
+    """Leases of the requests that wait in one scheduler.
+
+    A request that is allocated blocks in the step that plans its load, as on an engine that is not busy, needs no lease
+    and costs no message.
+    """
 
     def __init__(
-        self, link: PoolLink, groups: Sequence[KvCacheGroup], *, bytes_max: int, now_s: Callable[[], float]
+        self, connection: AgentConnection, groups: Sequence[KvCacheGroup], *, bytes_max: int, now_s: Callable[[], float]
     ) -> None:
-        """bytes_max: of all leases."""
-        self._link, self._groups, self._now_s, self._bytes_max = link, groups, now_s, bytes_max
+        """bytes_max: limit for all leases together."""
+        self._connection, self._groups, self._now_s, self._bytes_max = connection, groups, now_s, bytes_max
         self._wanted: dict[str, LoadPlan] = {}  # of requests that were planned in this step
         self._leases: dict[str, _Lease] = {}  # by request
 
     def want(self, request_id: str, plan: LoadPlan) -> None:
-        """The request will load this, if it gets blocks."""
-        self._wanted[request_id] = plan
+        """The request will load this plan once it has blocks. Chunks in other GPUs' caches cannot be leased."""
+        if not plan.from_gpu:
+            self._wanted[request_id] = plan
 
     def allocated(self, request_id: str) -> None:
-        """The request's load is ordered: what is leased stays leased until its end."""
+        """The request's load starts: its lease stays until the load has ended."""
         self._wanted.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
-        """The request loads nothing, or its load has ended."""
+        """End the request's lease: it loads nothing, or its load has ended."""
         self._wanted.pop(request_id, None)
         lease = self._leases.pop(request_id, None)
         if lease is not None:
             self._end(lease)
 
     def end_all(self) -> None:
-        """No request loads what was planned."""
+        """End all leases and drop all plans."""
         for request_id in [*self._wanted, *self._leases]:
             self.end(request_id)
 
     def new_step(self) -> None:
-        """A step has been scheduled: begin leases for the requests that were planned in it and got no blocks (leading
-        chunks, as far as the bytes go), and end those that are over, to be taken again."""
+        """Start leases for requests that were planned in the last step but got no blocks, and end expired ones.
+
+        As many leading chunks are leased as `bytes_max` allows.
+        """
         wanted, self._wanted = self._wanted, {}
         now_s = self._now_s()
         for request_id, lease in list(self._leases.items()):
             age_s = now_s - lease.begun_at_s
-            if age_s >= HOLD_S or (lease.ended and age_s >= AGAIN_S):
+            if age_s >= HOLD_S or (lease.ended and age_s >= RETRY_S):
                 self.end(request_id)
         for request_id, plan in wanted.items():
-            if request_id not in self._leases and len(self._leases) < AT_ONCE:
+            if request_id not in self._leases and len(self._leases) < LEASES_MAX:
                 self._begin(request_id, plan, now_s)
 
     def _begin(self, request_id: str, plan: LoadPlan, now_s: float) -> None:
         left_bytes = self._bytes_max - sum(lease.size_bytes for lease in self._leases.values() if not lease.ended)
         handles: list[Future[LeaseHandle | None]] = []
         size_bytes, end_tokens = 0, plan.first_token + plan.token_count
-        for pool, group, chain in zip(self._link.pools, self._groups, plan.chains, strict=False):
+        for pool, group, chain in zip(self._connection.pools, self._groups, plan.chains, strict=False):
             needed_from = group.first_chunk(end_tokens, chain.chunk_tokens)
             first_chunk = max(plan.first_token // chain.chunk_tokens, needed_from)
             count = min(plan.end_chunk - first_chunk, (left_bytes - size_bytes) // max(1, group.chunk_bytes))
@@ -97,9 +103,9 @@ class Leases:
                 hold_only=plan.staged,
             )
             try:
-                handles.append(self._link.start(lease, plan.trace))
+                handles.append(self._connection.start(lease, plan.trace))
             except KvPoolError:
-                return  # the link was closed
+                return  # the connection was closed
             size_bytes += count * group.chunk_bytes
         if handles:
             self._leases[request_id] = _Lease(handles, size_bytes, now_s)
@@ -114,7 +120,7 @@ class Leases:
                     handle.end()
 
         try:
-            self._link.start(end)
+            self._connection.start(end)
         except KvPoolError:
             _log.debug("kvpool: a lease ends with its session")
 

@@ -1,4 +1,4 @@
-"""What to load for which request, and which loads are under way."""
+"""Decides what to load for each request, and tracks loads until they have ended."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvpool.client.engine_items import EngineSource, MatchResult, TierTokens
 from kvpool.client.hashing import Prompt
 from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.connector_counters import ConnectorCounters
-from kvpool.connectors.vllm.kv_groups import KvCacheGroup, first_held_token
+from kvpool.connectors.vllm.kv_groups import NULL_BLOCK_ID, KvCacheGroup, first_held_token
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.lookups import Lookup
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, packed_blocks
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
+from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, block_id_array
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.load_cost import LoadCost, LoadRun, leading
 from kvpool.core.tracing import TraceParent
@@ -23,13 +23,16 @@ _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under it
 _LATE_S = 1.0  # after its deadline a load is not waited for by others
 # After a load that was late nothing is loaded for a moment, a longer one the more have been late since one was not.
 _PAUSE_S, _PAUSE_MAX_S = 0.5, 4.0
+_LOCAL = (EngineSource.STAGING, EngineSource.GPU)
 _ONE_SOURCE = 0.9  # of a load's tokens: then it says how fast the source is
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is to be loaded, if the engine finds blocks for it. queued_bytes: of the loads before it. load_ms: what it
-    is expected to take; None if not known."""
+    """What will be loaded if the engine finds blocks for it.
+
+    queued_bytes: of loads before it. load_ms: expected duration; None if unknown.
+    """
 
     chains: tuple[Prompt, ...]  # of each KV cache group
     first_token: int
@@ -41,6 +44,11 @@ class LoadPlan:
     staged: bool = False  # the match found all of it in the memory of this host
     must_wait: bool = False  # as many bytes as may be are in flight: it is to be planned again in a later step
     sources: tuple[tuple[EngineSource, int], ...] = ()  # tokens from each, from first_token on
+
+    @property
+    def from_gpu(self) -> bool:
+        """Whether part of it lies in GPU caches of other engines."""
+        return any(source == EngineSource.GPU for source, _ in self.sources)
 
 
 @dataclass(slots=True)
@@ -58,17 +66,17 @@ class _Running:
 
 
 class LoadPlans:
-    """Of a scheduler."""
+    """Load plans of one scheduler."""
 
     def __init__(
         self,
         settings: VllmSettings,
-        tally: ConnectorCounters,
+        counters: ConnectorCounters,
         groups: Sequence[KvCacheGroup],
         *,
         now_s: Callable[[], float],
     ) -> None:
-        self._settings, self._tally, self._now_s = settings, tally, now_s
+        self._settings, self._counters, self._now_s = settings, counters, now_s
         self._groups = groups
         self.cost = LoadCost()
         self._log_rate = LogRateLimiter(now_s)
@@ -76,15 +84,15 @@ class LoadPlans:
         self._paused_until_s = 0.0
         self._running: dict[str, _Running] = {}  # by request
         self._queued_bytes = 0
-        self._one_waits = False  # in this step: none overtakes it, or a large load would never begin
+        self._blocked = False  # in this step: none overtakes it, or a large load would never begin
         self._first_chunks: dict[bytes, tuple[str, float]] = {}  # of running loads: which request's, and until when
 
     def new_step(self) -> None:
-        """The engine asks about its waiting requests again, in their order."""
-        self._one_waits = False
+        """The engine asks about its waiting requests again, in order."""
+        self._blocked = False
 
-    def is_awaited(self, chunk_hash: bytes) -> bool:
-        """Whether a load that is under way begins with this chunk, and is not late."""
+    def is_loading(self, chunk_hash: bytes) -> bool:
+        """Whether a running load begins with this chunk and is not overdue."""
         _, until_s = self._first_chunks.get(chunk_hash, ("", 0.0))
         return self._now_s() < until_s
 
@@ -96,10 +104,13 @@ class LoadPlans:
         held_tokens: int,
         link_bytes_per_s: float = 0.0,
     ) -> LoadPlan | None:
-        """What of the found chunks is worth a load. link_bytes_per_s: of the agent's device; 0 if not known."""
+        """Return the part of the matched chunks that is worth loading; None if there is none.
+
+        held_tokens: tokens that the engine has. link_bytes_per_s: of the agent's device; 0 if unknown.
+        """
         chain = chains[0]
         runs = self._runs(chain, lookup.held_chunks, found, held_tokens)
-        self.cost.link_bytes_per_s, self.cost.local_source = link_bytes_per_s, EngineSource.STAGING
+        self.cost.link_bytes_per_s, self.cost.local_sources = link_bytes_per_s, _LOCAL
         offered_chunks = chunks = sum(run.chunk_count for run in runs)
         if self._settings.load == LOAD_QUICKER and not lookup.tried:
             paused = self._now_s() < self._paused_until_s
@@ -111,17 +122,17 @@ class LoadPlans:
         size_bytes = sum(run.size_bytes for run in chosen)
         # One that is larger than all that may be in flight is loaded alone.
         full = self._queued_bytes and (
-            self._one_waits or self._queued_bytes + size_bytes > self._settings.load_bytes_in_flight_max
+            self._blocked or self._queued_bytes + size_bytes > self._settings.load_bytes_in_flight_max
         )
-        self._one_waits |= bool(chunks and full)
+        self._blocked |= bool(chunks and full)
         if not lookup.counted and not (chunks and full):  # a request that gets no blocks asks again and again
             lookup.counted = True
-            self._tally.decided(offered_chunks, chunks)
+            self._counters.decided(offered_chunks, chunks)
             if offered_chunks and not chunks and self._log_rate.due("declined"):
                 _log.info(
                     "kvpool: %d chunks are computed: that is expected to take %.1f ms, loading them %.1f ms%s",
                     *(offered_chunks, self.cost.compute_ms(sum(run.token_count for run in runs)) or 0.0),
-                    *(self.cost.load_ms(runs, self._queued_bytes) or 0.0, self._log_rate.more("declined")),
+                    *(self.cost.load_ms(runs, self._queued_bytes) or 0.0, self._log_rate.suppressed("declined")),
                 )
         end_chunk = held_tokens // self._settings.chunk_tokens + chunks
         token_count = chain.usable_tokens(end_chunk) - held_tokens
@@ -142,37 +153,44 @@ class LoadPlans:
 
     def begin(
         self, request_id: str, plan: LoadPlan, block_ids: Sequence[Sequence[int]], token_count: int
-    ) -> list[LoadOrder]:
-        """The engine has blocks for a plan: of each group, those of the whole request, from token 0 on."""
+    ) -> list[LoadJob]:
+        """Start a plan for which the engine has blocks, and return its jobs, one for each group that needs one.
+
+        block_ids: for each group, all blocks of the request from token 0 on. raises: InvalidRequest if none can be
+        loaded.
+        """
         chunk_tokens = self._settings.chunk_tokens
         end_token = plan.first_token + token_count
         end_chunk = min(plan.end_chunk, plan.chains[0].chunks_of(end_token))
         compute_ms = self.cost.compute_ms(token_count)
-        orders: list[LoadOrder] = []
+        jobs: list[LoadJob] = []
         for number, (group, chain, blocks) in enumerate(zip(self._groups, plan.chains, block_ids, strict=True)):
             first_token = plan.first_token
-            if group.window_tokens:  # tokens that have left the window have no blocks
+            if group.recurrent:
+                first_token = self._state_token(end_token, end_chunk, blocks)
+            elif group.window_tokens:  # tokens that have left the window have no blocks
                 first_token = first_held_token(blocks, first_token, group.block_tokens)
             if first_token >= end_token:
                 continue
-            order = LoadOrder(
+            job = LoadJob(
                 request_id=request_id,
                 group=number,
                 hashes=chain.packed_hashes(0, end_chunk),
                 token_count=chain.token_count,
-                block_ids=packed_blocks(blocks[: end_chunk * chunk_tokens // group.block_tokens]),
+                block_ids=block_id_array(blocks[: end_chunk * chunk_tokens // group.block_tokens]),
                 first_chunk=first_token // chunk_tokens,
                 end_chunk=end_chunk,
                 first_token=first_token,
                 end_token=end_token,
                 timeout_s=self._timeout_s(plan, compute_ms),
                 compute_us_per_token=(compute_ms or 0.0) * 1e3 / token_count,
+                from_gpu=plan.from_gpu,
                 trace=plan.trace,
             )
-            orders.append(order)
-        if not orders:
+            jobs.append(job)
+        if not jobs:
             raise InvalidRequest("a load was begun of which no token has a block")
-        size_bytes = sum((end_chunk - order.first_chunk) * self._groups[order.group].chunk_bytes for order in orders)
+        size_bytes = sum((end_chunk - job.first_chunk) * self._groups[job.group].chunk_bytes for job in jobs)
         earlier = self._running.get(request_id)  # of an aborted request of the same name
         if earlier is not None:
             self._queued_bytes -= earlier.size_bytes
@@ -182,15 +200,26 @@ class LoadPlans:
         self.cost.load_begun()
         until_s = self._now_s() + self._timeout_s(plan, compute_ms) + _LATE_S
         self._first_chunks[first_hash] = (request_id, until_s)
-        return orders
+        return jobs
 
-    def failed_load_order(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> LoadOrder:
-        """For an engine that waits for a load of which nothing is known: it brings nothing, and ends."""
-        return LoadOrder(
+    def _state_token(self, end_token: int, end_chunk: int, blocks: Sequence[int]) -> int:
+        """Return the first token of the chunk whose recurrent state a request resumes from.
+
+        raises: InvalidRequest if that state has no block, or if end_token is not a chunk boundary.
+        """
+        if end_token != end_chunk * self._settings.chunk_tokens or len(blocks) < end_chunk:
+            raise InvalidRequest(f"a load of recurrent state ends at token {end_token}, which is no boundary")
+        if blocks[end_chunk - 1] == NULL_BLOCK_ID:
+            raise InvalidRequest(f"the engine has no block for the recurrent state after token {end_token}")
+        return end_token - self._settings.chunk_tokens
+
+    def failed_load_job(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> LoadJob:
+        """Return a load that fails at once, for an engine that waits for one that could not be planned."""
+        return LoadJob(
             request_id=request_id,
             hashes=b"",
             token_count=0,
-            block_ids=packed_blocks(block_ids[0]),
+            block_ids=block_id_array(block_ids[0]),
             first_chunk=0,
             end_chunk=0,
             first_token=0,
@@ -199,7 +228,7 @@ class LoadPlans:
         )
 
     def expected_sources(self, request_id: str, token_count: int) -> dict[EngineSource, int]:
-        """Where so many tokens of a request's load are expected to come from, as its match found."""
+        """Return from which sources the first token_count tokens of a load are expected, according to its match."""
         running, counts = self._running.get(request_id), dict[EngineSource, int]()
         for source, tokens in running.plan.sources if running is not None else ():
             count = min(tokens, token_count)
@@ -208,21 +237,21 @@ class LoadPlans:
                 counts[source] = counts.get(source, 0) + count
         return counts
 
-    def ended(self, end: LoadEnd) -> tuple[bytes, ...]:
-        """One worker's part of one group has ended. The chunks that were not to be had."""
-        running = self._running.get(end.request_id)
+    def on_report(self, report: LoadReport) -> tuple[bytes, ...]:
+        """Process one worker's report of one group. Returns the hashes of chunks that could not be loaded."""
+        running = self._running.get(report.request_id)
         if running is None:
             return ()
-        running.worker_s = max(running.worker_s, end.duration_s)
-        running.copy_s = max(running.copy_s, end.result.copy_s)
-        running.tokens += end.result.tokens
-        running.failed |= bool(end.failed_chunks)
-        running.late |= end.late
-        hashes = running.plan.chains[end.group].hashes
-        return hashes[end.result.end_chunk : running.end_chunk] if end.failed_chunks else ()
+        running.worker_s = max(running.worker_s, report.duration_s)
+        running.copy_s = max(running.copy_s, report.result.copy_s)
+        running.tokens += report.result.tokens
+        running.failed |= bool(report.failed_chunks)
+        running.late |= report.timed_out
+        hashes = running.plan.chains[report.group].hashes
+        return hashes[report.result.end_chunk : running.end_chunk] if report.failed_chunks else ()
 
-    def received(self, request_id: str) -> None:
-        """All workers' parts of all groups have ended."""
+    def finished_recving(self, request_id: str) -> None:
+        """All workers have ended the request's loads of all groups."""
         running = self._running.pop(request_id, None)
         if running is None:
             return
@@ -251,7 +280,7 @@ class LoadPlans:
         return max(timeout_s, self._settings.load_timeout_min_s)
 
     def _runs(self, chain: Prompt, asked_chunks: int, found: MatchResult, held_tokens: int) -> list[LoadRun]:
-        """Chunks that have left a window at the end of all runs are not loaded."""
+        """Return the matched runs that the engine lacks, without chunks that have left a window at their end."""
         chunk_tokens = self._settings.chunk_tokens
         end_tokens = chain.usable_tokens(found.matched_chunks)
         needed = [(group.first_chunk(end_tokens, chunk_tokens), group.chunk_bytes) for group in self._groups]
@@ -267,11 +296,12 @@ class LoadPlans:
 
 
 def _source_of(tokens: TierTokens) -> EngineSource | None:
-    """Where a load came from, if from one place."""
+    """Return the source of a load if nearly all of it came from one; else None."""
     by_source = {
         EngineSource.STAGING: tokens.staging,
         EngineSource.DISK: tokens.disk,
         EngineSource.REMOTE: tokens.remote,
+        EngineSource.GPU: tokens.gpu,
     }
     source, most = max(by_source.items(), key=lambda item: item[1])
     return source if most and most >= _ONE_SOURCE * tokens.total else None

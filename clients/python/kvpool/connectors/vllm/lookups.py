@@ -1,4 +1,4 @@
-"""Prompts hashed and matches asked of the pool in the background, from the moment that a request comes."""
+"""Hashes prompts and looks them up in the pool in the background, as soon as a request arrives."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from kvpool.client.engine_items import MatchResult
 from kvpool.client.hashing import Prompt
 from kvpool.client.pool import AsyncPool
 from kvpool.client.retry import Backoff
+from kvpool.connectors.vllm.agent_connection import AgentConnection
 from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
 from kvpool.connectors.vllm.connector_counters import ConnectorCounters
 from kvpool.connectors.vllm.kv_groups import BoundarySearch, KvCacheGroup
-from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
-_GOOD_FOR_S = 10.0  # a request that waits for its blocks need not be matched in every step
-_AT_ONCE = 32
+_RESULT_TTL_S = 10.0  # a request that waits for its blocks need not be matched in every step
+_CONCURRENT_LOOKUPS = 32
 _GRACE_S = 1.0  # a match has a deadline of its own; so much later its answer is taken for lost
 _IDLE_WAITS = 5  # of `lookup_wait_ms`, while the engine computes nothing
 _LOOP_TOKENS = 1 << 14  # more are not hashed on the loop, which has loads to end: 1 ms
 
-_ROUNDS_MAX = 4  # of questions about groups whose windows lack chunks; then what is known decides
+_ROUNDS_MAX = 6  # of questions about groups whose windows lack chunks, or states; then what is known decides
 
 _NO_CHAINS = (Prompt(1, 0, b""),)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """chains: of the request's tokens when it was asked, of each KV cache group. match: None if only they were wanted.
-    runs: of each group, chunks that the pool has, each run up to one that it has not."""
+class LookupResult:
+    """chains: of the request's tokens at the time, for each KV cache group. match: None if only chains were wanted.
+    runs: for each group, chunks that the pool has; each run ends before a chunk that it lacks."""
 
     chains: tuple[Prompt, ...]
     match: MatchResult | None
@@ -46,13 +46,13 @@ class Found:
 
 @dataclass(slots=True)
 class Lookup:
-    """Of one request. trace: that it came with."""
+    """Lookup of one request. trace: trace context of the request."""
 
     trace: TraceParent | None = None
-    running: Future[Found] | None = None
+    running: Future[LookupResult] | None = None
     awaited_since_s: float | None = None  # the engine could schedule the request
     found: MatchResult | None = None
-    runs: tuple[tuple[range, ...], ...] = ()  # see Found
+    runs: tuple[tuple[range, ...], ...] = ()  # see LookupResult
     found_at_s: float = 0.0
     counted: bool = False  # what was made of the answer
     tried: bool = False  # it is loaded though computing was taken to be quicker
@@ -60,47 +60,49 @@ class Lookup:
 
     @property
     def chains(self) -> tuple[Prompt, ...]:
-        """Of one that has ended and was not asked for its answer yet; else empty."""
+        """Chains of a lookup that has ended but was not processed yet; else empty."""
         running = self.running
         if running is None or not running.done() or running.cancelled() or running.exception() is not None:
             return ()
         return running.result().chains
 
     def cancel(self) -> None:
-        """Its answer is not needed any more."""
+        """Cancel it: its result is no longer needed."""
         if self.running is not None:
             self.running.cancel()
 
 
 class Lookups:
-    """Of a scheduler, whose step they delay for a moment at most, however many requests wait: longer if it computes
-    nothing, since a request without an answer costs it an empty step. After a failure nothing is asked for a while: the
-    engine computes."""
+    """Lookups of one scheduler.
+
+    All requests together delay a step for `lookup_wait_ms` at most, or several times that while the engine is idle,
+    since each request without a result costs an idle engine an empty step. After a failure lookups pause for a while.
+    """
 
     def __init__(
         self,
         settings: VllmSettings,
-        link: PoolLink,
+        connection: AgentConnection,
         groups: Sequence[KvCacheGroup],
-        tally: ConnectorCounters,
+        counters: ConnectorCounters,
         now_s: Callable[[], float],
     ) -> None:
         self._groups = groups
-        self._settings, self._link, self._tally, self._now_s = settings, link, tally, now_s
+        self._settings, self._connection, self._counters, self._now_s = settings, connection, counters, now_s
         self._backoff = Backoff(0.1, 5.0)
-        self._silent_until_s = 0.0
+        self._paused_until_s = 0.0
         self._log_rate = LogRateLimiter(now_s)
-        self._limiter = ConcurrencyLimiter(count=_AT_ONCE, size_bytes=1)
+        self._limiter = ConcurrencyLimiter(count=_CONCURRENT_LOOKUPS, size_bytes=1)
         self._waited_s = 0.0
 
     def new_step(self) -> None:
-        """The time that one step may wait can be had again."""
+        """Reset the time for which lookups may delay the step."""
         self._waited_s = 0.0
 
     @property
     def pools(self) -> tuple[AsyncPool, ...]:
-        """The pool as each group sees it, if it may be asked now; else empty."""
-        return () if self._now_s() < self._silent_until_s else self._link.pools
+        """The pool of each group if lookups may be made now; else empty."""
+        return () if self._now_s() < self._paused_until_s else self._connection.pools
 
     def begin(
         self,
@@ -112,19 +114,19 @@ class Lookups:
         held_chunks: int = 0,
         match: bool = True,
     ) -> None:
-        """Hash so many tokens and ask for them. match: False only hashes. hash_tokens runs on another thread."""
+        """Hash the prompt and, if match is true, look it up. hash_tokens may run on another thread."""
 
-        async def ask() -> Found:
+        async def ask() -> LookupResult:
             chains = hash_tokens() if token_count <= _LOOP_TOKENS else await asyncio.to_thread(hash_tokens)
             if not match:
-                return Found(chains, None)
+                return LookupResult(chains, None)
             async with self._limiter.acquire(0):
                 return await self._match(pools, chains, held_chunks)
 
-        self._tally.lookups += match
+        self._counters.lookups += match
         lookup.held_chunks, lookup.awaited_since_s = held_chunks, None
         try:
-            lookup.running = self._link.start(ask, lookup.trace)
+            lookup.running = self._connection.start(ask, lookup.trace)
         except KvPoolError as error:
             lookup.running = Future()
             lookup.running.set_exception(error)
@@ -139,10 +141,12 @@ class Lookups:
         *,
         idle: bool = False,
     ) -> tuple[Prompt, ...]:
-        """The chains of a request whose answer is in `lookup.found` now; empty while that is not known. Waits for a
-        moment at most. hash_tokens gives chains that are known already at once. idle: the engine computes nothing."""
+        """Return the chains of a request whose result is in `lookup.found`; empty if it is not known yet.
+
+        Waits for a moment at most. hash_tokens must return known chains at once. idle: the engine computes nothing.
+        """
         now_s = self._now_s()
-        fresh = now_s - lookup.found_at_s < _GOOD_FOR_S and lookup.held_chunks <= held_chunks
+        fresh = now_s - lookup.found_at_s < _RESULT_TTL_S and lookup.held_chunks <= held_chunks
         if lookup.running is None and fresh and lookup.found is not None and lookup.found.error is None:
             return hash_tokens()
         if lookup.running is None:
@@ -164,8 +168,8 @@ class Lookups:
             self._backoff.reset()
         return found.chains if lookup.held_chunks <= held_chunks else ()  # the engine lost some meanwhile
 
-    async def _match(self, pools: Sequence[AsyncPool], chains: tuple[Prompt, ...], held_chunks: int) -> Found:
-        """The deepest boundary that all groups have. On the pool's loop; takes no longer than one match may."""
+    async def _match(self, pools: Sequence[AsyncPool], chains: tuple[Prompt, ...], held_chunks: int) -> LookupResult:
+        """Find the deepest boundary that all groups have. On the pool's event loop, within one match's time."""
         search, loop = BoundarySearch(self._groups, chains[0], held_chunks), asyncio.get_running_loop()
         deadline_s = loop.time() + self._settings.match_timeout_s
         for _ in range(_ROUNDS_MAX):
@@ -173,15 +177,25 @@ class Lookups:
             if not asks or left_s <= 0:
                 break
             matches = await asyncio.gather(
-                *(pools[group].match(chains[group], held_chunks=first, timeout_s=left_s) for group, first in asks)
+                *(
+                    pools[group].match(self._asked(group, chains[group], first), held_chunks=first, timeout_s=left_s)
+                    for group, first in asks
+                )
             )
             for (group, first), match in zip(asks, matches, strict=True):
                 if match.error is not None:
-                    return Found(chains, match)
+                    return LookupResult(chains, match)
                 search.found(group, first, match)
-        return Found(chains, search.match, search.runs)
+        return LookupResult(chains, search.match, search.runs)
 
-    def _result(self, lookup: Lookup, waits: int) -> Found | None:
+    def _asked(self, group: int, chain: Prompt, first_chunk: int) -> Prompt:
+        """Of recurrent layers one chunk counts."""
+        if not self._groups[group].recurrent:
+            return chain
+        end_chunk = first_chunk + 1
+        return Prompt(chain.chunk_tokens, chain.token_count, chain.packed_hashes(0, end_chunk))
+
+    def _result(self, lookup: Lookup, waits: int) -> LookupResult | None:
         running = lookup.running
         assert running is not None
         assert lookup.awaited_since_s is not None
@@ -201,14 +215,14 @@ class Lookups:
         return _failure(DeadlineExceeded("a lookup was never answered"))
 
     def _failed(self, error: KvPoolError) -> None:
-        self._tally.failed_lookups += 1
-        self._silent_until_s = self._now_s() + self._backoff.next_s()
+        self._counters.failed_lookups += 1
+        self._paused_until_s = self._now_s() + self._backoff.next_s()
         if self._log_rate.due("failed"):
-            _log.warning("kvpool: nothing is looked up for a moment: %s%s", error, self._log_rate.more("failed"))
+            _log.warning("kvpool: nothing is looked up for a moment: %s%s", error, self._log_rate.suppressed("failed"))
 
 
-def _failure(error: KvPoolError) -> Found:
-    return Found(_NO_CHAINS, MatchResult(0, error=error))
+def _failure(error: KvPoolError) -> LookupResult:
+    return LookupResult(_NO_CHAINS, MatchResult(0, error=error))
 
 
 def _as_pool_error(error: BaseException) -> KvPoolError:

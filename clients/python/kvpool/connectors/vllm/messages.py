@@ -1,4 +1,4 @@
-"""What travels through vLLM between scheduler and workers, and to its loggers. Imported only inside vLLM."""
+"""Messages that vLLM carries between scheduler and workers and to its loggers. Imported only inside vLLM."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvpool.client.engine_items import EngineSource
-from kvpool.connectors.vllm.orders import ChunksChanged, LoadEnd, StepOrders, StoreEnd
+from kvpool.connectors.vllm.step_jobs import LoadReport, PoolEvent, StepJobs, StoreReport
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
     """From the scheduler to all workers."""
 
-    orders: StepOrders
+    jobs: StepJobs
 
 
 @dataclass
 class WorkerAgent(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler, once. endpoint: of its agent; empty while none is found. gpu: its UUID."""
+    """From a worker to the scheduler, once. endpoint: of its agent; empty until one is found. gpu: UUID of its GPU."""
 
     endpoint: str
     gpu: str
@@ -35,20 +35,20 @@ class WorkerAgent(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler, each step; those of all workers are united. ready: they reach their agents."""
+    """From a worker to the scheduler, each step; reports of all workers are merged. ready: connected to its agent."""
 
     step: int
-    ends: tuple[LoadEnd | StoreEnd, ...] = ()
+    reports: tuple[LoadReport | StoreReport, ...] = ()
     ready: bool = True
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """See the base class."""
-        return WorkerReport(max(self.step, other.step), (*self.ends, *other.ends), self.ready and other.ready)
+        return WorkerReport(max(self.step, other.step), (*self.reports, *other.reports), self.ready and other.ready)
 
 
 @dataclass
 class PoolStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last time, by name; see ConnectorCounters."""
+    """Counters since the last report, by name; see ConnectorCounters."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -75,19 +75,20 @@ class PoolStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def hit_sources(tokens: Mapping[EngineSource, int]) -> dict[Any, int]:
-    """As vLLM counts where hits came from."""
+    """Return token counts by vLLM's cache hit sources."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # a vLLM before 0.32 has none, and asks for none
 
     named = {
         EngineSource.STAGING: CacheHitSource.HOST,
         EngineSource.DISK: CacheHitSource.DISK,
         EngineSource.REMOTE: CacheHitSource.P2P,
+        EngineSource.GPU: CacheHitSource.P2P,
     }
     return {named[source]: count for source, count in tokens.items()}
 
 
-def pool_event(change: ChunksChanged, chunk_tokens: int) -> KVCacheEvent:
-    """As vLLM publishes it: a chunk is a block of chunk_tokens tokens, named by its chunk hash."""
+def kv_cache_event(change: PoolEvent, chunk_tokens: int) -> KVCacheEvent:
+    """Return vLLM's KV event for a change: a chunk is a block of chunk_tokens tokens, identified by its chunk hash."""
     hashes = list(change.hashes)
     if not change.token_ids:
         return BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, ownership="kvpool")
@@ -117,6 +118,7 @@ _COUNTERS = {  # by name in ConnectorCounters; metric names follow vLLM's and ou
     "staging_tokens": "Tokens loaded from this host's memory.",
     "disk_tokens": "Tokens loaded from this host's disk.",
     "remote_tokens": "Tokens loaded from other hosts.",
+    "gpu_tokens": "Tokens copied from GPU caches of other engines of this host.",
     "stores": "Stores that ended, on any worker.",
     "stored_chunks": "Chunks stored.",
     "deduplicated_chunks": "Chunks that the pool had already.",

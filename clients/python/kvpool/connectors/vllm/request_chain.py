@@ -1,4 +1,4 @@
-"""What is read of one vLLM request: the chunk hashes of its tokens and all that its KV depends on, and its trace."""
+"""Reads a vLLM request: chunk hashes of its tokens, including everything its KV depends on, and its trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpool.core.tracing import TraceParent
 
 
 class Request(Protocol):
-    """What is read of vllm.v1.request.Request."""
+    """The attributes of vllm.v1.request.Request that are read."""
 
     @property
     def request_id(self) -> str: ...
@@ -49,10 +49,15 @@ class Request(Protocol):
 
 
 def trace_of(request: Request) -> TraceParent | None:
-    """The trace that a request came with, which vLLM keeps where it traces itself (--otlp-traces-endpoint)."""
+    """Return the request's trace context, which vLLM keeps if it traces itself (--otlp-traces-endpoint)."""
     headers = request.trace_headers
     parent = headers.get("traceparent") if headers else None
     return TraceParent(parent, headers.get("tracestate", "")) if headers and parent else None
+
+
+def final_tokens(request: Request) -> int:
+    """Return the number of leading tokens whose KV has been computed and whose ids are final."""
+    return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
 
 
 def request_chain(
@@ -63,10 +68,11 @@ def request_chain(
     known: Prompt | None = None,
     epoch: bytes = b"",
 ) -> Prompt:
-    """The chain of all tokens that the request has now.
+    """Return the chain of all current tokens of the request.
 
-    adapter: what identifies its LoRA adapter, if it has one. known: of fewer of its tokens. epoch: makes all hashes
-    unlike those of other epochs; empty for the one that engines share. raises: InvalidRequest without the adapter.
+    adapter: identity of its LoRA adapter, if it has one. known: chain of fewer of its tokens. epoch: separates its
+    hashes from those of other weights; empty for the initial ones. raises: InvalidRequest without the adapter's
+    identity.
     """
     if request.lora_request is not None and adapter is None:
         raise InvalidRequest(f"the adapter of request {request.request_id} is not known")

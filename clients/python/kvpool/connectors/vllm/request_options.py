@@ -1,4 +1,4 @@
-"""What a request asks of the pool by vLLM's `kv_transfer_params`: {"kvpool": {"store": false, ...}}."""
+"""Options of a request in vLLM's `kv_transfer_params`: {"kvpool": {"store": false, ...}}."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ _TTL_S_MAX = 100 * 365 * 86_400
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """load: prefixes are loaded for the request. store: what it computes is stored. retention: of all chunks of it,
-    those that the pool has already included; None: as the keyspace says. refused: why they could not be read."""
+    """Options of one request.
+
+    load: whether its prefix may be loaded. store: whether what it computes is stored. retention: of all its chunks,
+    those that the pool already has included; None for the keyspace's default. refused: why the options could not be
+    read.
+    """
 
     load: bool = True
     store: bool = True
@@ -26,8 +30,10 @@ class RequestOptions:
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None, wall_us: Callable[[], int]) -> RequestOptions:
-        """Of a request's kv_transfer_params. What cannot be read is refused as a whole: the request neither loads nor
-        stores, as it may have asked for that. wall_us: the time, microseconds since the epoch."""
+        """Parse a request's kv_transfer_params. wall_us: time in microseconds since the epoch.
+
+        If any option cannot be read, the request neither loads nor stores, as it may have asked for that.
+        """
         options = params.get(KEY) if isinstance(params, Mapping) else None
         if options is None:
             return _DEFAULT

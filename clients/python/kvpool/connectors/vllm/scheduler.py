@@ -1,4 +1,7 @@
-"""The scheduler's side: what to load and to store for which request. On the engine's thread; never blocks for long."""
+"""The connector's scheduler side: decides what to load and store for each request.
+
+Runs on the engine's thread and may block it for a moment.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,49 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 
 from kvpool.client.engine_items import EngineSource
 from kvpool.client.hashing import Prompt
 from kvpool.client.pool import AsyncPool
-from kvpool.connectors.vllm.adapters import Adapters
+from kvpool.connectors.vllm.agent_connection import AgentConnection
+from kvpool.connectors.vllm.announcements import Announcements, ChainAndBlocks
 from kvpool.connectors.vllm.connector_counters import ConnectorCounters
-from kvpool.connectors.vllm.engine_facts import WeightsEpoch
+from kvpool.connectors.vllm.engine_introspection import WeightsEpoch
 from kvpool.connectors.vllm.known_chunks import KnownChunks
-from kvpool.connectors.vllm.kv_groups import KvCacheGroup
+from kvpool.connectors.vllm.kv_groups import NULL_BLOCK_ID, KvCacheGroup
 from kvpool.connectors.vllm.leases import Leases
-from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.load_plans import LoadPlan, LoadPlans
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.lookups import Lookup, Lookups
-from kvpool.connectors.vllm.orders import ChunksChanged, LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
-from kvpool.connectors.vllm.request_chain import Request, request_chain, trace_of
+from kvpool.connectors.vllm.lora_identities import LoraIdentities
+from kvpool.connectors.vllm.request_chain import Request, final_tokens, request_chain, trace_of
 from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.connectors.vllm.settings import LOAD_NEVER, STORE_NEVER, STORE_PREFILL, VllmSettings
-from kvpool.connectors.vllm.step_clock import StepClock
+from kvpool.connectors.vllm.step_jobs import (
+    LoadJob,
+    LoadReport,
+    PoolEvent,
+    StepJobs,
+    StoreJob,
+    StoreReport,
+    block_id_array,
+)
+from kvpool.connectors.vllm.step_timer import StepTimer
 from kvpool.connectors.vllm.store_plans import StorePlans
 from kvpool.core.errors import InvalidRequest
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _STORABLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_REPETITION")
 _CHANGES_MAX = 4096
+_NO_CHECKPOINTS: Mapping[str, Sequence[Checkpoint]] = MappingProxyType({})
 _UNREADY_S = 1.0  # what a worker said of its agent holds for so long; it is heard of with steps only
 
 
 @dataclass(slots=True)
 class _State:
-    """Of one request."""
+    """State of one request."""
 
     request: Request
     shareable: bool  # whether equal keys mean equal KV
@@ -53,90 +68,112 @@ class _State:
     stored_chunks: Counter[int] = field(default_factory=Counter)
 
 
-class SchedulerSide:
-    """Called by KvPoolConnector: get_num_new_matched_tokens calls matched_tokens; update_state_after_alloc: allocated
-    or not_chosen; build_connector_meta: build; request_finished: finished; update_connector_output: heard, ended and
-    received; take_events: take_changes; reset_cache: forget."""
+class ConnectorScheduler:
+    """Scheduler side of KvPoolConnector: methods have the names of vLLM's calls where one maps to one.
+
+    update_state_after_alloc calls `allocated` or `allocated_without_load`, build_connector_meta calls `build_jobs`, and
+    update_connector_output calls `on_worker_report`, `on_reports` and `finished_recving`.
+    """
 
     def __init__(
         self,
         settings: VllmSettings,
-        link: PoolLink,
+        connection: AgentConnection,
         groups: Sequence[KvCacheGroup],
         *,
         worker_count: int,
-        shares_blocks: bool,
-        tells_changes: bool = True,
+        prefix_caching: bool,
+        shares_gpu_cache: bool = False,
+        publishes_events: bool = True,
         volatile_tokens: int = 0,
         now_s: Callable[[], float] = time.monotonic,
         weights: WeightsEpoch | None = None,
         wall_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
-        """groups: in vLLM's order, as the pools of the link. shares_blocks: the engine finds blocks of other requests
-        again. tells_changes: `take_changes` is called. weights: None as long as vLLM names no versions of them.
-        volatile_tokens: the last computed ones, whose KV a drafter may write again."""
-        self._settings, self._link, self._groups = settings, link, groups
-        self._shares_blocks, self._tells_changes, self._now_s = shares_blocks, tells_changes, now_s
+        """groups: in vLLM's order, as the pools of the connection. worker_count: workers that report each load and
+        store. prefix_caching: whether vLLM's own prefix cache is enabled. shares_gpu_cache: whether workers announce
+        what the GPU cache of the only group holds. publishes_events: whether `take_events` is called.
+        volatile_tokens: how many of the last computed tokens have KV that a drafter may write again. weights: None
+        while vLLM reports no weight versions. wall_us: time in microseconds since the epoch."""
+        self._settings, self._connection, self._groups = settings, connection, groups
+        self._prefix_caching, self._publishes_events, self._now_s = prefix_caching, publishes_events, now_s
         self._volatile_tokens, self._wall_us = volatile_tokens, wall_us
         self._states: dict[str, _State] = {}
         self._computing: set[str] = set()  # in the last step
         self._prefilling: set[str] = set()  # some of the prompt's chunks are not ordered to be stored yet
         self._windows = [number for number, group in enumerate(groups) if group.window_tokens]
+        self._computed = [number for number, group in enumerate(groups) if not group.recurrent]  # chunk by chunk
+        self._watches_blocks = any(group.gives_blocks_back for group in groups)
         self._generating: set[str] = set()  # chunks of windows are to be stored before vLLM takes their blocks away
         self._new_blocks: list[int] = []  # that requests were given since the last step
-        full = [number for number, group in enumerate(groups) if not group.window_tokens]
+        self._knows_new_blocks = True
+        self._announcements: Announcements | None = None
+        if shares_gpu_cache:
+            self._announcements = Announcements(
+                chunk_tokens=settings.chunk_tokens,
+                block_tokens=groups[0].block_tokens,
+                volatile_tokens=volatile_tokens,
+            )
+        full = [number for number, group in enumerate(groups) if not group.gives_blocks_back]
         self._main_group = full[0] if full else 0  # has most chunks: its hashes stand for a prompt's in logs and events
-        self._adapters = Adapters(link.start)
+        self._adapters = LoraIdentities(connection.start)
         self._weights = weights or WeightsEpoch(lambda: None)
         self._epoch = self._weights.epoch()
         self._unready_until_s = 0.0
-        self.tally = ConnectorCounters()
-        self._steps = StepClock(now_s)
+        self.counters = ConnectorCounters()
+        self._steps = StepTimer(now_s)
         self._known = KnownChunks()
-        self._changed: deque[ChunksChanged] = deque(maxlen=_CHANGES_MAX)
-        self._lookups = Lookups(settings, link, groups, self.tally, now_s)
-        self._loads = LoadPlans(settings, self.tally, groups, now_s=now_s)
+        self._changed: deque[PoolEvent] = deque(maxlen=_CHANGES_MAX)
+        self._lookups = Lookups(settings, connection, groups, self.counters, now_s)
+        self._loads = LoadPlans(settings, self.counters, groups, now_s=now_s)
         self.cost = self._loads.cost
-        self._leases = Leases(link, groups, bytes_max=settings.lease_bytes_max, now_s=now_s)
+        self._leases = Leases(connection, groups, bytes_max=settings.lease_bytes_max, now_s=now_s)
         self._store_plans = StorePlans(
             self._known,
             groups,
             worker_count=worker_count,
             chunk_tokens=settings.chunk_tokens,
-            named_group=self._main_group if tells_changes else None,
+            named_group=self._main_group if publishes_events else None,
         )
-        self._orders: list[LoadOrder] = []
+        self._jobs: list[LoadJob] = []
         self._cancel: list[str] = []
-        self._stores: list[StoreOrder] = []
+        self._stores: list[StoreJob] = []
         self._release: list[str] = []
         self._log_rate = LogRateLimiter(now_s)
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come: its prompt is hashed and looked up while it waits for its turn."""
-        # A session's tokens change under its hashes.
+        """Start hashing and looking up the prompt of a new request while it waits to be scheduled."""
+        # The tokens of a streaming session change after they were hashed.
         shareable = request.prompt_embeds is None and not request.resumable
         options = RequestOptions.of(request.kv_transfer_params, self._wall_us)
         if options.refused and self._log_rate.due("options"):
-            more = self._log_rate.more("options")
+            more = self._log_rate.suppressed("options")
             _log.warning("kvpool: request %s is only computed: %s%s", request.request_id, options.refused, more)
         state = _State(request, shareable, options, lookup=Lookup(trace_of(request)))
         self._states[request.request_id] = state
         self._prefilling.add(request.request_id)
+        if self._announcements is not None:
+            self._announcements.add(request)
         self._follow_weights()
         if not self._is_shareable(state) or request.num_tokens < self._settings.chunk_tokens:
             return
         pools = self._pools_for(state, 0)
-        asked = pools or (self._link.pools if self._stores_any(state) else ())
+        asked = pools or (self._connection.pools if self._stores_any(state) else ())
         if asked:
             self._lookups.begin(state.lookup, asked, self._hashing(state, asked), request.num_tokens, match=bool(pools))
 
-    def matched_tokens(self, request: Request, held_tokens: int) -> int | None:
-        """Tokens after the held ones (vLLM's num_computed_tokens) that will be loaded. None, to be asked again in a
-        later step: the lookup has not ended, another request loads the same chunk, or too many bytes are in flight."""
+    def get_num_new_matched_tokens(self, request: Request, held_tokens: int) -> int | None:
+        """Return how many tokens after the first held_tokens (vLLM's num_computed_tokens) will be loaded.
+
+        Returns None if vLLM must ask again in a later step: the lookup is still running, another request is loading the
+        same chunk, or too many bytes are in flight.
+        """
         state = self._states.get(request.request_id)
         if state is None:
             return 0
         state.held_tokens = held_tokens
+        if self._announcements is not None:
+            self._announcements.found(request.request_id, held_tokens)
         token_count = self._planned_tokens(state, held_tokens)
         if token_count == 0:
             self._leases.end(request.request_id)
@@ -160,7 +197,7 @@ class SchedulerSide:
             state.chains = chains
         if chains[0].chunk_count <= held_chunks:
             return 0
-        if self._shares_blocks and self._loads.is_awaited(chains[0].hashes[held_chunks]):
+        if self._prefix_caching and self._loads.is_loading(chains[0].hashes[held_chunks]):
             return None  # another request loads this very chunk: its blocks will be found then
         if not lookup.counted:
             for chain, runs in zip(chains, lookup.runs, strict=False):
@@ -176,82 +213,107 @@ class SchedulerSide:
         return plan.token_count if plan is not None else 0
 
     def allocated(self, request: Request, block_ids: BlocksOfGroups, loaded_tokens: int) -> None:
-        """The engine has blocks for a plan: of each group, those of the whole request, from token 0 on. It waits for
-        the load now, whatever happens here: what cannot be begun is ordered as a load that fails at once."""
+        """vLLM has allocated blocks for a planned load.
+
+        block_ids: for each group, all blocks of the request from token 0 on. The request waits for the load from now
+        on, so a load that cannot be started is ordered as one that fails at once.
+        """
         state = self._states.get(request.request_id)
         self._leases.allocated(request.request_id)
-        self._note_new_blocks(state, block_ids)
+        self._note_new_blocks(request, state, block_ids)
         try:
             if state is None or state.plan is None:
                 raise InvalidRequest("a load was begun that was not planned")
-            orders = self._loads.begin(request.request_id, state.plan, block_ids, loaded_tokens)
+            jobs = self._loads.begin(request.request_id, state.plan, block_ids, loaded_tokens)
         except Exception:
             _log.exception("kvpool: request %s computes instead of loading", request.request_id)
-            orders = [self._loads.failed_load_order(request.request_id, block_ids)]
-        self._orders += orders
+            jobs = [self._loads.failed_load_job(request.request_id, block_ids)]
+        self._jobs += jobs
         if state is not None:
             state.plan, state.loaded_at_preemption = None, request.num_preemptions
             state.loading = not self._settings.layerwise  # else its step has waited when anything is heard
 
-    def not_chosen(self, request: Request, block_ids: BlocksOfGroups = ()) -> None:
-        """The engine has blocks for the request and loads nothing of it from here: another connector may."""
+    def allocated_without_load(self, request: Request, block_ids: BlocksOfGroups = ()) -> None:
+        """vLLM has allocated blocks for a request that this connector does not load; another connector may."""
         state = self._states.get(request.request_id)
-        self._note_new_blocks(state, block_ids)
+        self._note_new_blocks(request, state, block_ids)
         self._leases.end(request.request_id)
         if state is not None:
             state.plan = None
 
-    def _note_new_blocks(self, state: _State | None, block_ids: BlocksOfGroups) -> None:
-        """Of a request that vLLM admits: those that it did not find in its own cache."""
-        if self._windows:
-            held_tokens = state.held_tokens if state is not None else 0
+    def _note_new_blocks(self, request: Request, state: _State | None, block_ids: BlocksOfGroups) -> None:
+        """Note the blocks of an admitted request that neither vLLM's prefix cache nor a load has filled.
+
+        After an asynchronous load vLLM counts the loaded tokens in num_computed_tokens: their blocks were noted when
+        the load started.
+        """
+        if self.needs_new_blocks:
+            first_token = max(state.held_tokens if state is not None else 0, request.num_computed_tokens)
+            if self._announcements is not None:
+                self._announcements.admitted(request.request_id, first_token)
             for group, blocks in zip(self._groups, block_ids, strict=False):
-                self._new_blocks += blocks[held_tokens // group.block_tokens :]
+                self._new_blocks += blocks[first_token // group.block_tokens :]
 
     @property
-    def watches_blocks(self) -> bool:
-        """Whether `build` wants to know which blocks running requests were given."""
-        return bool(self._windows)
+    def needs_new_blocks(self) -> bool:
+        """Whether `build_jobs` must be given the blocks that running requests were allocated."""
+        return self._watches_blocks or self._announcements is not None
 
-    def build(
+    def lose_new_blocks(self) -> None:
+        """Some newly allocated blocks are not known: any block may be written from the next step on."""
+        self._knows_new_blocks = False
+
+    def build_jobs(
         self,
         scheduled: Mapping[str, int],
         preempted: Iterable[str],
         block_ids_of: BlockIdsOf,
         new_blocks: Iterable[int] = (),
-    ) -> StepOrders:
-        """The orders of a step that computes so many tokens of each request. new_blocks: that requests were given in
-        it, beside those of `allocated` and `not_chosen`; see `watches_blocks`."""
+        checkpoints: Mapping[str, Sequence[Checkpoint]] = _NO_CHECKPOINTS,
+    ) -> StepJobs:
+        """Return the workers' jobs for a step.
+
+        scheduled: number of tokens of each request. new_blocks: blocks that running requests were allocated in this
+        step, beside those passed to `allocated` and `allocated_without_load`; see `needs_new_blocks`. checkpoints:
+        recurrent state of each request, in blocks that hold it at the end of this step.
+        """
         self._lookups.new_step()
         self._loads.new_step()
         self._leases.new_step()
         computes = bool(scheduled or self._computing)
         self._computing = set(scheduled)
         self._follow_weights()
-        waits_for_layers = self._settings.layerwise and bool(self._orders)
+        waits_for_layers = self._settings.layerwise and bool(self._jobs)
         prefill_tokens = 0 if waits_for_layers else self._prefill_tokens(scheduled)
-        orders = StepOrders(
+        written = [*self._new_blocks, *new_blocks] if self._knows_new_blocks else None
+        self._knows_new_blocks = True
+        jobs = StepJobs(
             step=self._steps.begin(prefill_tokens, sum(scheduled.values())),
-            loads=self._orders,
+            loads=self._jobs,
             cancel=self._cancel,
             stores=self._stores,
             release=self._release,
             preempted=list(preempted),
-            overwritten=self._store_plans.overwritten([*self._new_blocks, *new_blocks]),
+            overwritten=self._store_plans.overwritten(written),
             computes=computes,
+            written=block_id_array(written) if written is not None else None,
         )
-        self._orders, self._cancel, self._stores, self._release, self._new_blocks = [], [], [], [], []
-        for request_id in orders.preempted:
+        self._jobs, self._cancel, self._stores, self._release, self._new_blocks = [], [], [], [], []
+        if self._announcements is not None:
+            jobs.announce = self._announcements.take(scheduled, partial(self._announced_chain, block_ids_of))
+        for request_id in jobs.preempted:
             if request_id in self._states:
                 self._states[request_id].stored_chunks.clear()
                 self._prefilling.add(request_id)
+                if self._announcements is not None:
+                    self._announcements.preempted(request_id)
         # A window's blocks are gone when the request ends: its chunks are stored as they are computed in any case.
-        groups = range(len(self._groups)) if self._settings.store == STORE_PREFILL else self._windows
+        groups = self._computed if self._settings.store == STORE_PREFILL else self._windows
         if groups and self._settings.store != STORE_NEVER:
             for request_id in [one for one in scheduled if one in self._prefilling]:
                 state, token_count = self._states[request_id], scheduled[request_id]
                 computed = min(state.request.num_computed_tokens + token_count, state.request.num_prompt_tokens)
-                self._store(orders.stores, state, computed, block_ids_of, groups)
+                self._store(jobs.stores, state, computed, block_ids_of, groups)
                 end_chunk = self._lasting_chunks(state.request.num_prompt_tokens)
                 if all(state.stored_chunks[number] >= end_chunk for number in groups):
                     self._prefilling.discard(request_id)
@@ -259,11 +321,15 @@ class SchedulerSide:
                         self._generating.add(request_id)
             for request_id in [one for one in scheduled if one in self._generating]:
                 state = self._states[request_id]
-                self._store(orders.stores, state, _final_tokens(state.request), block_ids_of, self._windows)
-        return orders
+                self._store(jobs.stores, state, final_tokens(state.request), block_ids_of, self._windows)
+        for request_id, kept in checkpoints.items():
+            if request_id in self._states and self._settings.store != STORE_NEVER:
+                for group, block, end_tokens in kept:
+                    self._store_state(jobs.stores, self._states[request_id], group, block, end_tokens)
+        return jobs
 
-    def finished(self, request: Request, block_ids: BlocksOfGroups, status: str) -> bool:
-        """Whether the engine shall keep the request's blocks until the workers say that nothing reads them."""
+    def request_finished(self, request: Request, block_ids: BlocksOfGroups, status: str) -> bool:
+        """Return whether vLLM must keep the request's blocks until the workers report that nothing reads them."""
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
@@ -273,60 +339,66 @@ class SchedulerSide:
         self._leases.end(request.request_id)
         if state.loading:
             self._cancel.append(request.request_id)
+            if self._announcements is not None:
+                self._announcements.forget(request.request_id)
             return False  # the engine holds the blocks until the load has ended
+        if self._announcements is not None:
+            self._announcements.finished(
+                request.request_id, lambda one: self._announced_chain(lambda _: block_ids, one, state)
+            )
         if status in _STORABLE:
-            computed = _final_tokens(request)
+            computed = final_tokens(request)
             if not self._settings.store_generated:
                 computed = min(computed, request.num_prompt_tokens)
-            self._store(self._stores, state, computed, lambda _: block_ids, range(len(self._groups)))
-        if not self._store_plans.any_open(request.request_id):
+            self._store(self._stores, state, computed, lambda _: block_ids, self._computed)
+        if not self._store_plans.has_pending(request.request_id):
             return False
         self._release.append(request.request_id)
         return True
 
-    def on_worker_report(self, step: int, ends: Sequence[LoadEnd | StoreEnd], ready: bool = True) -> None:
-        """What the workers say after a step. ready: all of them reach their agents."""
+    def on_worker_report(self, step: int, reports: Sequence[LoadReport | StoreReport], ready: bool = True) -> None:
+        """Process what all workers reported after a step. ready: whether all of them are connected to their agents."""
         if not ready:
             self._unready_until_s = self._now_s() + _UNREADY_S
         sample = self._steps.end(step)
         if sample is not None:
             self.cost.note_prefill(*sample)
-        self.ended(ends)
+        self.on_reports(reports)
         if self._settings.layerwise:  # vLLM reports none of the loads that a step has waited for as received
-            self.received({end.request_id for end in ends if isinstance(end, LoadEnd)})
+            self.finished_recving({report.request_id for report in reports if isinstance(report, LoadReport)})
 
-    def ended(self, ends: Sequence[LoadEnd | StoreEnd]) -> None:
-        """How loads and stores ended, each on one worker."""
-        for end in ends:
-            self.tally.count(end)
-            if isinstance(end, LoadEnd):
-                self._load_ended(end)
+    def on_reports(self, reports: Sequence[LoadReport | StoreReport]) -> None:
+        """Process ended loads and stores, each of one worker."""
+        for report in reports:
+            self.counters.count(report)
+            if isinstance(report, LoadReport):
+                self._load_ended(report)
             else:
-                self._store_ended(end)
+                self._store_ended(report)
 
-    def received(self, request_ids: Iterable[str]) -> None:
-        """Loads that have ended on all workers."""
+    def finished_recving(self, request_ids: Iterable[str]) -> None:
+        """Process requests whose loads have ended on all workers."""
         for request_id in request_ids:
             if request_id in self._states:
                 self._states[request_id].loading = False
             elif request_id in self._cancel:  # too late, and it may be the name of another request soon
                 self._cancel.remove(request_id)
-            self._loads.received(request_id)
+            self._loads.finished_recving(request_id)
             self._leases.end(request_id)
 
-    def take_changes(self) -> list[ChunksChanged]:
-        """What came into the pool and what was found gone since the last call."""
+    def take_events(self) -> list[PoolEvent]:
+        """Return the chunks that were stored in the pool or found missing from it since the last call."""
         changed = list(self._changed)
         self._changed.clear()
         return changed
 
-    def forget(self) -> None:
-        """The engine's weights may have changed: what the pool has is not this engine's any more."""
+    def reset_cache(self) -> None:
+        """The weights may have changed: stop sharing what the pool has until their version is known."""
         self._weights.reset()
         self._follow_weights()
 
     def _follow_weights(self) -> None:
-        """KV of other weights has other hashes. What began to be computed with the last ones is not shared at all."""
+        """Switch to the hashes of the current weights. Requests that started with other weights are not shared."""
         epoch = self._weights.epoch()
         if epoch == self._epoch:
             return
@@ -341,12 +413,12 @@ class SchedulerSide:
         _log.warning("kvpool: the weights may have changed: this engine shares %s", self._weights.shared_with())
 
     def refusal(self, request_id: str) -> str:
-        """Why a request's parameters could not be read; empty if they could."""
+        """Return why a request's parameters could not be read; empty if they could."""
         state = self._states.get(request_id)
         return state.options.refused if state is not None else ""
 
     def expected_sources(self, request_id: str, token_count: int) -> dict[EngineSource, int]:
-        """Where so many tokens of a request's load are expected to come from."""
+        """Return from which sources the first token_count tokens of a request's load are expected."""
         return self._loads.expected_sources(request_id, token_count)
 
     def _stores_any(self, state: _State) -> bool:
@@ -373,7 +445,8 @@ class SchedulerSide:
         return self._lookups.pools
 
     def _hashing(self, state: _State, pools: Sequence[AsyncPool]) -> Callable[[], tuple[Prompt, ...]]:
-        """What hashes the request's tokens, on any thread; the chains that are known if there are no more of them."""
+        """Return a function that hashes the request's tokens on any thread, or returns the known chains if they cover
+        them."""
         known, request = state.chains, state.request
         if known and known[0].token_count >= request.num_tokens:
             return lambda: known
@@ -395,7 +468,8 @@ class SchedulerSide:
         return state.chains
 
     def _prefill_tokens(self, scheduled: Mapping[str, int]) -> int:
-        """Of those that are known before they are computed: no drafts of speculative decoding."""
+        """Return how many of the scheduled tokens were known beforehand, so that drafts of speculative decoding do not
+        count."""
         known = 0
         for request_id, token_count in scheduled.items():
             state = self._states.get(request_id) if token_count > 1 else None
@@ -406,7 +480,7 @@ class SchedulerSide:
 
     def _store(
         self,
-        orders: list[StoreOrder],
+        jobs: list[StoreJob],
         state: _State,
         computed_tokens: int,
         block_ids_of: BlockIdsOf,
@@ -415,7 +489,7 @@ class SchedulerSide:
         """Order stores of the leading full chunks of these groups that the pool is not known to have."""
         end_chunk = self._lasting_chunks(computed_tokens)
         lacking = [number for number in groups if state.stored_chunks[number] < end_chunk]
-        pools = self._link.pools if self._stores_any(state) else ()
+        pools = self._connection.pools if self._stores_any(state) else ()
         if not lacking or not pools or self._now_s() < self._unready_until_s:
             return
         try:
@@ -430,45 +504,78 @@ class SchedulerSide:
                 split = self._groups[number].first_chunk(computed_tokens, self._settings.chunk_tokens)
                 split = min(max(split, begun[number]), end_chunk)
                 for chunks in (range(begun[number], split), range(split, end_chunk)):
-                    order = self._store_plans.order(
+                    job = self._store_plans.plan(
                         state.request, number, chains[number], chunks, block_ids[number], state.options.retention
                     )
-                    if order is not None:
-                        orders.append(order)
-        except Exception:  # of one request: the other orders of the step have to go out
+                    if job is not None:
+                        jobs.append(job)
+        except Exception:  # of one request: the other jobs of the step have to go out
             if self._log_rate.due("store"):
-                _log.exception("kvpool: a store could not be ordered%s", self._log_rate.more("store"))
+                _log.exception("kvpool: a store could not be ordered%s", self._log_rate.suppressed("store"))
+
+    def _announced_chain(
+        self, block_ids_of: BlockIdsOf, request_id: str, state: _State | None = None
+    ) -> ChainAndBlocks | None:
+        """Return the chain and blocks of a request whose chunks may be announced. state: of one that has ended."""
+        state = state or self._states[request_id]
+        pools = self._connection.pools if state.options.store else ()
+        try:
+            block_ids = block_ids_of(request_id) if pools and self._is_shareable(state) else None
+            return (self._chains_of(state, pools)[0], block_ids[0]) if block_ids is not None else None
+        except Exception:  # of one request: the other jobs of the step have to go out
+            if self._log_rate.due("announce"):
+                _log.exception("kvpool: chunks were not announced%s", self._log_rate.suppressed("announce"))
+            return None
+
+    def _store_state(self, jobs: list[StoreJob], state: _State, group: int, block: int, end_tokens: int) -> None:
+        """Order a store of the recurrent state after end_tokens tokens, which vLLM keeps in `block`."""
+        request, chunk_tokens = state.request, self._settings.chunk_tokens
+        pools = self._connection.pools if self._stores_any(state) else ()
+        generated = end_tokens > request.num_prompt_tokens
+        if not pools or end_tokens % chunk_tokens or block == NULL_BLOCK_ID or not self._groups[group].recurrent:
+            return
+        if (generated and not self._settings.store_generated) or self._now_s() < self._unready_until_s:
+            return
+        try:
+            if not self._is_shareable(state):
+                return
+            chain, chunk = self._chains_of(state, pools)[group], end_tokens // chunk_tokens - 1
+            if chunk < chain.chunk_count:
+                blocks = [NULL_BLOCK_ID] * chunk + [block]
+                job = self._store_plans.plan(
+                    request, group, chain, range(chunk, chunk + 1), blocks, state.options.retention
+                )
+                jobs += [job] if job is not None else []
+        except Exception:  # of one request: the other jobs of the step have to go out
+            if self._log_rate.due("store"):
+                _log.exception("kvpool: a store could not be ordered%s", self._log_rate.suppressed("store"))
 
     def _lasting_chunks(self, computed_tokens: int) -> int:
-        """Whole chunks of which no drafter writes any more."""
+        """Return the number of whole chunks that no drafter writes any more."""
         return (computed_tokens - self._volatile_tokens) // self._settings.chunk_tokens
 
-    def _load_ended(self, end: LoadEnd) -> None:
-        gone = self._loads.ended(end)
-        if end.failed_chunks and not end.cancelled and self._log_rate.due("load"):
-            why, more = end.result.error or "damaged or gone", self._log_rate.more("load")
-            _log.warning("kvpool: %d chunks were not loaded: %s%s", end.failed_chunks, why, more)
-        if gone and end.gone:
+    def _load_ended(self, report: LoadReport) -> None:
+        gone = self._loads.on_report(report)
+        if report.failed_chunks and not report.cancelled and self._log_rate.due("load"):
+            why, more = report.result.error or "damaged or gone", self._log_rate.suppressed("load")
+            _log.warning("kvpool: %d chunks were not loaded: %s%s", report.failed_chunks, why, more)
+        if gone and report.missing:
             self._known.drop(gone)
-            if end.group == self._main_group:
-                self._tell(ChunksChanged(hashes=gone))
+            if report.group == self._main_group:
+                self._publish(PoolEvent(hashes=gone))
 
-    def _store_ended(self, end: StoreEnd) -> None:
-        if end.failed_chunks:
-            _log.debug("kvpool: %d chunks were not stored: %s", end.failed_chunks, end.failure)
-        changed = self._store_plans.ended(end)
+    def _store_ended(self, report: StoreReport) -> None:
+        if report.failed_chunks:
+            _log.debug("kvpool: %d chunks were not stored: %s", report.failed_chunks, report.failure)
+        changed = self._store_plans.on_report(report)
         if changed is not None:
-            self._tell(changed)
+            self._publish(changed)
 
-    def _tell(self, change: ChunksChanged) -> None:
-        if self._tells_changes:
+    def _publish(self, change: PoolEvent) -> None:
+        if self._publishes_events:
             self._changed.append(change)
-
-
-def _final_tokens(request: Request) -> int:
-    """Leading tokens whose KV has been computed, and with the tokens that they are."""
-    return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
 
 
 BlocksOfGroups = Sequence[Sequence[int]]
 BlockIdsOf = Callable[[str], BlocksOfGroups | None]
+Checkpoint = tuple[int, int, int]  # group, block, tokens that the state has seen

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may hold. A default is written once, here."""
+"""Settings in `kv_connector_extra_config`. Defaults are defined here only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.tls import tls_from_environment
-from kvpool.connectors.vllm.agent_choice import check_agent
+from kvpool.connectors.vllm.agent_selector import check_agent
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.model import ENGINE_CHUNK_TOKENS
 
@@ -23,7 +23,7 @@ _STORE_CHOICES = (STORE_PREFILL, STORE_FINISH, STORE_NEVER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """Of one engine; all its ranks have the same."""
+    """Settings of one engine; all its ranks have the same."""
 
     # "unix:/path" or "host:port"; "{rank}" in it stands for the number of the worker on its host, "{dp}" for its data
     # parallel index, "{gpu}" for its GPU's UUID. "auto", "auto:/directory" or a directory: the agent that announces
@@ -49,7 +49,8 @@ class VllmSettings:
     lease_bytes_max: int = 8 << 30  # that waiting requests have the agent keep in memory, or bring there; 0: none
     store_bytes_in_flight_max: int = 4 << 30  # what is beyond it waits
     store_hold_max_s: float = 20.0  # blocks of a finished request are not kept from the engine for longer
-    kv_cache_layout: str = ""  # that vLLM is asked for: empty asks for BLHNC on GPUs, but not under MultiConnector
+    share_gpu_cache: bool = True  # other engines of the host may copy what the GPU's cache holds
+    kv_cache_layout: str = ""  # that vLLM is asked for: empty asks for BLHNC on GPUs, where nothing speaks against it
     bearer_token: str = ""
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class VllmSettings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> VllmSettings:
-        """Of a config's dict. raises: InvalidRequest naming a key that is unknown or of the wrong type."""
+        """Parse a config dict. raises: InvalidRequest naming a key that is unknown or has the wrong type."""
         wanted = get_type_hints(cls)
         values: dict[str, Any] = {}
         for name, value in extra.items():
@@ -85,12 +86,12 @@ class VllmSettings:
         return cls(**values)
 
     def limited(self, *, loads: bool, stores: bool) -> VllmSettings:
-        """The same for an engine whose role (`kv_role`) leaves something out."""
+        """Return the settings of an engine whose role (`kv_role`) excludes loads or stores."""
         load, store = self.load if loads else LOAD_NEVER, self.store if stores else STORE_NEVER
-        return replace(self, load=load, store=store)
+        return replace(self, load=load, store=store, share_gpu_cache=self.share_gpu_cache and stores)
 
     def client_config(self, *, on_gpu: bool) -> ClientConfig:
-        """For all but the endpoint, which is part of an engine's plan; see AgentChoice."""
+        """Return the client configuration, without the endpoint, which AgentSelector finds."""
         return ClientConfig(
             bearer_token=self.bearer_token,
             tls=tls_from_environment(os.environ),

@@ -1,4 +1,4 @@
-"""Which chunks of a request are worth offering to the pool, and which stores have not ended."""
+"""Decides which chunks of a request to store, and tracks stores until they have ended on all workers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from kvpool.client.hashing import Prompt
 from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.kv_groups import KvCacheGroup, first_held_chunk
-from kvpool.connectors.vllm.orders import ChunksChanged, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.request_chain import Request, trace_of
+from kvpool.connectors.vllm.step_jobs import PoolEvent, StoreJob, StoreReport, block_id_array
 from kvpool.core.retention import Retention
 
 
 @dataclass(slots=True)
-class _Open:
+class _PendingStore:
     request_id: str
-    chunks: ChunksChanged
+    chunks: PoolEvent
     workers: int
     watched: frozenset[int] = frozenset()  # blocks that the engine may use again while they are read
     failed: bool = False
 
 
 class StorePlans:
-    """Of all requests, finished ones too."""
+    """Store plans of all requests, including finished ones."""
 
     def __init__(
         self,
@@ -35,15 +35,16 @@ class StorePlans:
         chunk_tokens: int,
         named_group: int | None,
     ) -> None:
-        """named_group: the one of whose stores the tokens are wanted, too."""
+        """worker_count: number of reports of each store. named_group: number of the group whose stores yield events
+        with token ids; None: none does."""
         self._known, self._groups, self._worker_count = known, groups, worker_count
         self._named_group, self._chunk_tokens = named_group, chunk_tokens
         self._last_number = 0
-        self._open: dict[int, _Open] = {}
+        self._pending: dict[int, _PendingStore] = {}
         self._requests: Counter[str] = Counter()
         self._watched: dict[int, set[int]] = {}  # numbers of open stores by block
 
-    def order(
+    def plan(
         self,
         request: Request,
         number: int,
@@ -51,11 +52,11 @@ class StorePlans:
         chunks: range,
         block_ids: Sequence[int],
         retention: Retention | None = None,
-    ) -> StoreOrder | None:
-        """A store of what the pool is not known to have of these chunks, for all workers; with a retention of all of
-        them, as it holds for those that are there, too. None if that is nothing.
+    ) -> StoreJob | None:
+        """Return a store, for all workers, of those of these chunks that the pool is not known to have.
 
-        number: of the KV cache group. Chunks of which blocks have left the group's window are left out.
+        With a retention all of them are stored, as it applies to existing chunks too. Chunks with blocks that have left
+        the group's window are left out. Returns None if nothing remains. number: of the KV cache group.
         """
         request_id, group = request.request_id, self._groups[number]
         first_chunk, end_chunk, blocks_per_chunk = chunks.start, chunks.stop, self._chunk_tokens // group.block_tokens
@@ -65,13 +66,13 @@ class StorePlans:
         if first >= end_chunk:
             return None
         self._last_number += 1
-        order = StoreOrder(
+        job = StoreJob(
             number=self._last_number,
             request_id=request_id,
             group=number,
             hashes=chain.packed_hashes(0, end_chunk),
             token_count=chain.token_count,
-            block_ids=packed_blocks(block_ids[: end_chunk * blocks_per_chunk]),
+            block_ids=block_id_array(block_ids[: end_chunk * blocks_per_chunk]),
             first_chunk=first,
             end_chunk=end_chunk,
             trace=trace_of(request),
@@ -79,32 +80,33 @@ class StorePlans:
         )
         tokens = range(first * self._chunk_tokens, end_chunk * self._chunk_tokens)
         named = number == self._named_group
-        changed = ChunksChanged(
+        changed = PoolEvent(
             hashes=chain.hashes[first:end_chunk],
             parent_hash=chain.parent_hash(first) if first else b"",
             token_ids=tuple(request.all_token_ids[tokens.start : tokens.stop]) if named else (),
             lora_name=request.lora_request.lora_name if request.lora_request is not None else "",
         )
-        # A window goes on while a request runs: what has left it is another request's soon.
-        watched = block_ids[first * blocks_per_chunk : end_chunk * blocks_per_chunk] if group.window_tokens else ()
-        self._open[order.number] = _Open(request_id, changed, self._worker_count, frozenset(watched))
+        # A window goes on while a request runs, and a state is copied: what is left behind is another request's soon.
+        takes_back = group.gives_blocks_back
+        watched = block_ids[first * blocks_per_chunk : end_chunk * blocks_per_chunk] if takes_back else ()
+        self._pending[job.number] = _PendingStore(request_id, changed, self._worker_count, frozenset(watched))
         for block in watched:
-            self._watched.setdefault(block, set()).add(order.number)
+            self._watched.setdefault(block, set()).add(job.number)
         self._requests[request_id] += 1
-        return order
+        return job
 
-    def ended(self, end: StoreEnd) -> ChunksChanged | None:
-        """One worker's part has ended. The chunks, if it was the last part and all of them are in the pool now."""
-        store = self._open.get(end.number)
+    def on_report(self, report: StoreReport) -> PoolEvent | None:
+        """Process one worker's report. Returns the chunks after the last report, if all of them are in the pool now."""
+        store = self._pending.get(report.number)
         if store is None:
             return None
         store.workers -= 1
-        store.failed |= end.failed_chunks + end.skipped_chunks > 0
+        store.failed |= report.failed_chunks + report.skipped_chunks > 0
         if store.workers:
             return None
-        del self._open[end.number]
+        del self._pending[report.number]
         for block in store.watched:
-            self._watched[block].discard(end.number)
+            self._watched[block].discard(report.number)
             if not self._watched[block]:
                 del self._watched[block]
         self._requests[store.request_id] -= 1
@@ -115,12 +117,15 @@ class StorePlans:
         self._known.add(store.chunks.hashes)
         return store.chunks if store.chunks.token_ids else None
 
-    def overwritten(self, block_ids: Collection[int]) -> list[int]:
-        """Numbers of the open stores that read one of these blocks, which the engine uses for something else now."""
+    def overwritten(self, block_ids: Collection[int] | None) -> list[int]:
+        """Return the numbers of open stores that read one of these blocks, which are about to be written. None: any
+        block."""
         if not self._watched:
             return []
+        if block_ids is None:
+            block_ids = self._watched
         return sorted({number for block in block_ids for number in self._watched.get(block, ())})
 
-    def any_open(self, request_id: str) -> bool:
+    def has_pending(self, request_id: str) -> bool:
         """Whether a store of the request has not ended."""
         return request_id in self._requests

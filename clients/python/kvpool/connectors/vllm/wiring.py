@@ -1,33 +1,36 @@
-"""Makes a scheduler's or a worker's side of what vLLM configures."""
+"""Builds the connector's scheduler and worker sides from vLLM's configuration."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from kvpool.client.block_generations import BlockGenerations
 from kvpool.client.engine_registration import EngineRegistration, GpuRegion
-from kvpool.connectors.vllm.agent_choice import AgentChoice, WorkerPlace
+from kvpool.connectors.vllm.agent_connection import AgentConnection, unreachable
+from kvpool.connectors.vllm.agent_selector import AgentSelector, WorkerPlacement
 from kvpool.connectors.vllm.cache_memory import CacheMemory, cache_memory
-from kvpool.connectors.vllm.engine_facts import WeightsEpoch
-from kvpool.connectors.vllm.engine_work import EngineWork
-from kvpool.connectors.vllm.granted_layout import granted_layout
+from kvpool.connectors.vllm.detected_layout import detect_layout
+from kvpool.connectors.vllm.engine_introspection import WeightsEpoch
 from kvpool.connectors.vllm.identity import (
-    CacheFacts,
-    cache_facts,
+    KvCacheInfo,
     check_ranks,
     keyspace_name,
+    kv_cache_infos,
     layer_order,
     model_spec,
+    on_gpu,
     part_of_rank,
+    recurrent_block_tokens,
 )
 from kvpool.connectors.vllm.kv_groups import KvCacheGroup
-from kvpool.connectors.vllm.link import PoolLink, unreachable
-from kvpool.connectors.vllm.scheduler import SchedulerSide
+from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.worker import WorkerSide
-from kvpool.connectors.vllm.worker_stores import WorkerGroup
+from kvpool.connectors.vllm.step_events import StepEvents
+from kvpool.connectors.vllm.worker import ConnectorWorker
+from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
 from kvpool.core.errors import GeometryUnsupported
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
@@ -40,171 +43,216 @@ _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under it
 _STORES_END_S = 3.0  # at shutdown; vLLM ends a worker's process that takes longer than 4 s
 
 
-def settings_of(vllm_config: Any, kv_cache_config: Any = None) -> VllmSettings:
-    """kv_cache_config: None where vLLM does not know it yet. raises: InvalidRequest for an extra config that must be
-    changed."""
+def settings_from_config(vllm_config: Any, kv_cache_config: Any = None) -> VllmSettings:
+    """Return the settings. kv_cache_config: None where vLLM does not know it yet.
+
+    raises: InvalidRequest for an invalid extra config.
+    """
     transfer = vllm_config.kv_transfer_config
     settings = VllmSettings.of(transfer.kv_connector_extra_config).limited(
         loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer
     )
+    checkpoint_tokens = recurrent_block_tokens(kv_cache_config)
+    if checkpoint_tokens.bit_count() == 1 and "chunk_tokens" not in transfer.kv_connector_extra_config:
+        settings = replace(settings, chunk_tokens=max(16, checkpoint_tokens))
     if settings.layerwise and vllm_config.max_concurrent_batches > 1:
         # When a load fails, the next step has been built on it already, and vLLM takes its tokens for good.
         _log.warning(
             "kvpool: layerwise loads need --no-async-scheduling and no pipeline; requests wait for their loads"
         )
         return replace(settings, layerwise=False)
-    if settings.layerwise and _fails_whole(kv_cache_config):
-        _log.warning("kvpool: layerwise loads are not served with sliding windows; requests wait for their loads")
+    if settings.layerwise and _all_or_nothing(kv_cache_config):
+        _log.warning(
+            "kvpool: layerwise loads are not served with sliding windows or recurrent state; requests wait for their "
+            "loads"
+        )
         return replace(settings, layerwise=False)
     return settings
 
 
-def _fails_whole(kv_cache_config: Any) -> bool:
-    """Whether an engine can go on from the end of a load alone, not from its middle: vLLM keeps no blocks before the
-    window of the end, and it cannot take failed blocks of several KV cache groups apart."""
+def _all_or_nothing(kv_cache_config: Any) -> bool:
+    """Whether the engine can resume only from the end of a load, not from its middle.
+
+    vLLM keeps no blocks before the window of the end and no recurrent state in between, and it cannot map failed blocks
+    to requests if there are several KV cache groups.
+    """
     groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
-    return len(groups) > 1 or any(type(group.kv_cache_spec).__name__ == "SlidingWindowSpec" for group in groups)
+    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+    return len(groups) > 1 or not kinds.isdisjoint(("SlidingWindowSpec", "MambaSpec"))
 
 
-def scheduler_side(
+def connector_scheduler(
     settings: VllmSettings,
     vllm_config: Any,
     kv_cache_config: Any,
-    agents: AgentChoice,
+    agents: AgentSelector,
     weight_version: Callable[[], str | None],
-) -> tuple[SchedulerSide, Callable[[], object]]:
-    """And what closes it. weight_version: None if vLLM has none. raises: GeometryUnsupported, InvalidRequest,
-    PartitionRefused."""
-    groups = cache_facts(vllm_config, kv_cache_config)
-    on_gpu = not groups[0].opaque
-    geometries = [model_spec(settings, vllm_config, facts, read_weights=False) for facts in groups]
+) -> tuple[ConnectorScheduler, Callable[[], object]]:
+    """Return the scheduler side and a function that closes it. weight_version: returns None if vLLM has none.
+
+    raises: GeometryUnsupported, InvalidRequest, PartitionRefused.
+    """
+    groups = kv_cache_infos(vllm_config, kv_cache_config)
+    device_is_gpu = on_gpu(vllm_config)
+    geometries = [model_spec(settings, vllm_config, info, read_weights=False) for info in groups]
     for geometry in geometries:
         check_ranks(geometry, vllm_config)
-    place = WorkerPlace.of(vllm_config.parallel_config, 0, on_gpu=on_gpu)
+    place = WorkerPlacement.of(vllm_config.parallel_config, 0, on_gpu=device_is_gpu)
     engine_name = f"vllm-{vllm_config.kv_transfer_config.engine_id}-scheduler"
 
-    def plans() -> list[EngineRegistration]:
-        endpoint = agents.choose(place)
-        specs = [model_spec(settings, vllm_config, facts) for facts in groups]
+    def registrations() -> list[EngineRegistration]:
+        endpoint = agents.select(place)
+        specs = [model_spec(settings, vllm_config, info) for info in groups]
         return [
             EngineRegistration(
                 endpoint=endpoint,
                 engine_name=engine_name,
-                keyspace_name=keyspace_name(settings, spec, facts),
+                keyspace_name=keyspace_name(settings, spec, info),
                 spec=spec,
-                layout=_one_block(spec, facts),
+                layout=_one_block(spec, info),
                 regions=(),
                 match_only=True,
+                engine_id=_engine_id(vllm_config),
             )
-            for spec, facts in zip(specs, groups, strict=True)
+            for spec, info in zip(specs, groups, strict=True)
         ]
 
-    link = PoolLink(plans, settings.client_config(on_gpu=on_gpu))
-    link.wait_tried(settings.start_wait_s)
+    connection = AgentConnection(registrations, settings.client_config(on_gpu=device_is_gpu))
+    connection.wait_first_attempt(settings.start_wait_s)
     parallel = vllm_config.parallel_config
     events = vllm_config.kv_events_config
-    side = SchedulerSide(
+    side = ConnectorScheduler(
         settings,
-        link,
+        connection,
         [
             KvCacheGroup(
-                block_tokens=facts.block_tokens,
+                block_tokens=info.block_tokens,
                 chunk_bytes=geometry.head_bytes * geometry.group.kv_heads * geometry.group.layers,
-                window_tokens=facts.window_tokens,
+                window_tokens=info.window_tokens,
+                recurrent=bool(info.state),
             )
-            for geometry, facts in zip(geometries, groups, strict=True)
+            for geometry, info in zip(geometries, groups, strict=True)
         ],
         worker_count=parallel.world_size,
-        shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
-        tells_changes=events is not None and bool(events.enable_kv_cache_events),
+        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        shares_gpu_cache=_shares_gpu_cache(settings, groups),
+        publishes_events=events is not None and bool(events.enable_kv_cache_events),
         volatile_tokens=groups[0].volatile_tokens,
         weights=WeightsEpoch(weight_version),
     )
-    if side.watches_blocks and getattr(kv_cache_config, "prefix_cache_retention_interval", None) == 0:
-        # With its default vLLM uses blocks again first of all that have left a window, often while they are stored.
-        # With dense retention they are kept as all others, as long as there is room. It reads this later.
+    if (
+        any(info.window_tokens or info.state for info in groups)
+        and getattr(kv_cache_config, "prefix_cache_retention_interval", None) == 0
+    ):
+        # With its default vLLM uses blocks again first of all that have left a window, often while they are stored, and
+        # names only the last checkpoint of recurrent state. With dense retention they are kept as all others, as long
+        # as there is room. It reads this later.
         kv_cache_config.prefix_cache_retention_interval = None
-    return side, link.close
+    return side, connection.close
 
 
-def worker_side(
+def connector_worker(
     settings: VllmSettings,
     vllm_config: Any,
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
-    agents: AgentChoice,
+    agents: AgentSelector,
     *,
-    loads_wait: bool,
-    idle_wait: bool,
-) -> tuple[WorkerSide, Callable[[], object]]:
-    """And what closes it. loads_wait, idle_wait: see WorkerSide. raises: GeometryUnsupported, InvalidRequest,
-    PartitionRefused, StartupFailed."""
+    loads_wait_for_gpu: bool,
+    wait_when_idle: bool,
+) -> tuple[ConnectorWorker, Callable[[], object]]:
+    """Return the worker side and a function that closes it. loads_wait_for_gpu, wait_when_idle: see ConnectorWorker.
+
+    raises: GeometryUnsupported, InvalidRequest, PartitionRefused, StartupFailed.
+    """
     rank = vllm_config.parallel_config.rank
     groups = _rank_groups(settings, vllm_config, kv_cache_config, kv_caches)
     memory, part = groups[0].memory, groups[0].part  # of the memory's device, and of who writes, all say the same
     gpu = next((region.memory.device_uuid for region in memory.regions if isinstance(region, GpuRegion)), "")
-    place = WorkerPlace.of(vllm_config.parallel_config, rank, on_gpu=bool(gpu), gpu=gpu)
+    place = WorkerPlacement.of(vllm_config.parallel_config, rank, on_gpu=bool(gpu), gpu=gpu)
 
-    if not groups[0].facts.opaque:
-        granted = granted_layout(memory.layout, groups[0].geometry, part)
+    shares = _shares_gpu_cache(settings, [group.info for group in groups]) and bool(gpu)
+    generations = BlockGenerations(memory.layout) if shares else None
+
+    rows = next((group for group in groups if not group.info.opaque), None)
+    if rows is not None:
+        detected = detect_layout(rows.memory.layout, rows.geometry, rows.part)
         _log.info(
             "kvpool: vLLM's KV cache has layout %s: runs of %d KiB in a block, copied by %s",
-            *(granted.name, granted.run_bytes >> 10, granted.way),
+            *(detected.name, detected.run_bytes >> 10, detected.copy_path),
         )
 
-    def plans() -> list[EngineRegistration]:
-        endpoint = agents.choose(place)
-        specs = [model_spec(settings, vllm_config, group.facts) for group in groups]
+    def registrations() -> list[EngineRegistration]:
+        endpoint = agents.select(place)
+        specs = [model_spec(settings, vllm_config, group.info) for group in groups]
         return [
             EngineRegistration(
                 endpoint=endpoint,
                 engine_name=f"vllm-{vllm_config.kv_transfer_config.engine_id}-{rank}",
-                keyspace_name=keyspace_name(settings, spec, group.facts),
+                keyspace_name=keyspace_name(settings, spec, group.info),
                 spec=spec,
                 layout=group.memory.layout,
                 regions=group.memory.regions,
-                events=group.memory.work.slots,
+                events=group.memory.step_events.slots,
                 load_only=group.part.load_only,
+                generations=generations,
+                engine_id=_engine_id(vllm_config),
             )
             for spec, group in zip(specs, groups, strict=True)
         ]
 
-    link = PoolLink(plans, settings.client_config(on_gpu=memory.work.slots is not None))
-    link.wait_tried(settings.start_wait_s)
-    side = WorkerSide(
+    connection = AgentConnection(registrations, settings.client_config(on_gpu=memory.step_events.slots is not None))
+    connection.wait_first_attempt(settings.start_wait_s)
+    side = ConnectorWorker(
         settings,
-        link,
+        connection,
         [group.for_worker for group in groups],
         load_only=part.load_only,
-        fails_whole=_fails_whole(kv_cache_config),
-        loads_wait=loads_wait,
-        idle_wait=idle_wait,
+        all_or_nothing=_all_or_nothing(kv_cache_config),
+        loads_wait_for_gpu=loads_wait_for_gpu,
+        wait_when_idle=wait_when_idle,
+        generations=generations,
     )
 
     def close() -> None:
         side.finish_stores(_STORES_END_S)
-        link.close()
+        connection.close()
         for group in groups:
             group.memory.close()
+        if generations is not None:
+            generations.close()
 
     return side, close
+
+
+def _shares_gpu_cache(settings: VllmSettings, groups: Sequence[KvCacheInfo]) -> bool:
+    """Whether other engines of the host may copy from the engine's GPU cache.
+
+    With several KV cache groups vLLM may write to blocks before it reports that a request has them.
+    """
+    return settings.share_gpu_cache and len(groups) == 1 and not groups[0].opaque and not groups[0].window_tokens
+
+
+def _engine_id(vllm_config: Any) -> bytes:
+    """Return an id that scheduler and workers of one engine share; data parallel ranks have different ones."""
+    return str(vllm_config.kv_transfer_config.engine_id).encode()[-128:]
 
 
 @dataclass(frozen=True, slots=True)
 class _RankGroup:
     """One KV cache group on one rank."""
 
-    facts: CacheFacts
+    info: KvCacheInfo
     geometry: KeyspaceSpec
     part: RankPart
     memory: CacheMemory
 
     @property
-    def for_worker(self) -> WorkerGroup:
-        return WorkerGroup(
-            block_tokens=self.facts.block_tokens,
+    def for_worker(self) -> WorkerKvCacheGroup:
+        return WorkerKvCacheGroup(
+            block_tokens=self.info.block_tokens,
             chunk_bytes=self.geometry.head_bytes * len(self.part.heads) * len(self.part.layers),
-            work=self.memory.work,
+            step_events=self.memory.step_events,
             split=self.memory.split,
         )
 
@@ -212,27 +260,27 @@ class _RankGroup:
 def _rank_groups(
     settings: VllmSettings, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> list[_RankGroup]:
-    """The geometry is needed now, before vLLM captures addresses; the weights' digest may come later."""
+    """Read the geometry now, before vLLM captures addresses; the digest of the weights may come later."""
     found: list[_RankGroup] = []
-    for facts, tensors, group in _of_groups(vllm_config, kv_cache_config, kv_caches):
-        geometry = model_spec(settings, vllm_config, facts, read_weights=False)
+    for info, tensors, group in _of_groups(vllm_config, kv_cache_config, kv_caches):
+        geometry = model_spec(settings, vllm_config, info, read_weights=False)
         check_ranks(geometry, vllm_config)
         part = part_of_rank(geometry, vllm_config, vllm_config.parallel_config.rank)
-        names = layer_order(tensors, group, len(part.layers), facts.draft_layers)
+        names = layer_order(tensors, group, len(part.layers), info.draft_layers)
         memory = cache_memory(
-            [tensors[name] for name in names], geometry, part, facts.block_tokens, kv_cache_config.num_blocks
+            [tensors[name] for name in names], geometry, part, info.block_tokens, kv_cache_config.num_blocks
         )
-        found.append(_RankGroup(facts, geometry, part, memory))
+        found.append(_RankGroup(info, geometry, part, memory))
     return found
 
 
 def _of_groups(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
-) -> list[tuple[CacheFacts, Mapping[str, torch.Tensor], Any]]:
-    """Of each KV cache group: its facts, its layers' tensors and the group itself."""
-    facts, groups = cache_facts(vllm_config, kv_cache_config), kv_cache_config.kv_cache_groups
+) -> list[tuple[KvCacheInfo, Mapping[str, torch.Tensor], Any]]:
+    """Return for each KV cache group its info, its layers' tensors and the group itself."""
+    info, groups = kv_cache_infos(vllm_config, kv_cache_config), kv_cache_config.kv_cache_groups
     if len(groups) == 1:  # layers that share KV are missed there by their count
-        return [(facts[0], kv_caches, groups[0])]
+        return [(info[0], kv_caches, groups[0])]
     named = {name for group in groups for name in group.layer_names}
     if named != set(kv_caches):
         raise GeometryUnsupported(
@@ -241,12 +289,12 @@ def _of_groups(
         )
     return [
         (one, {name: kv_caches[name] for name in group.layer_names}, group)
-        for one, group in zip(facts, groups, strict=True)
+        for one, group in zip(info, groups, strict=True)
     ]
 
 
-class _NoLink:
-    """Of a worker that cannot share."""
+class _NoConnection:
+    """Connection of a worker that cannot share."""
 
     pools = ()
 
@@ -255,31 +303,32 @@ class _NoLink:
         raise unreachable()
 
 
-def idle_worker(settings: VllmSettings, vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
-    """Of a worker that cannot share: whatever it is ordered fails at once."""
+def failing_worker(settings: VllmSettings, vllm_config: Any, kv_cache_config: Any) -> ConnectorWorker:
+    """Return the worker side of a rank that cannot share: all its jobs fail at once."""
     block_tokens = vllm_config.cache_config.block_size
-    group = WorkerGroup(block_tokens=block_tokens, chunk_bytes=0, work=EngineWork(None))
-    return WorkerSide(
+    group = WorkerKvCacheGroup(block_tokens=block_tokens, chunk_bytes=0, step_events=StepEvents(None))
+    return ConnectorWorker(
         settings,
-        cast(PoolLink, _NoLink()),
+        cast(AgentConnection, _NoConnection()),
         [group] * (len(kv_cache_config.kv_cache_groups) if kv_cache_config is not None else 1),
         load_only=False,
-        fails_whole=_fails_whole(kv_cache_config),
+        all_or_nothing=_all_or_nothing(kv_cache_config),
     )
 
 
 def layer_numbers(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, int]:
-    """Of each layer's name, counted from this rank's first layer of the KV cache group."""
+    """Return the number of each layer by name, counted from this rank's first layer of its KV cache group."""
     return {
         name: number
-        for facts, tensors, group in _of_groups(vllm_config, kv_cache_config, kv_caches)
-        for number, name in enumerate(layer_order(tensors, group, len(tensors), facts.draft_layers))
+        for info, tensors, group in _of_groups(vllm_config, kv_cache_config, kv_caches)
+        for number, name in enumerate(layer_order(tensors, group, len(tensors), info.draft_layers))
     }
 
 
-def _one_block(spec: KeyspaceSpec, facts: CacheFacts) -> EngineLayout:
-    """A cache of one block with all layers and heads of the model: a scheduler has no cache, it only asks."""
-    row_bytes, rows = spec.engine_row_bytes, 1 if spec.opaque else facts.block_tokens
+def _one_block(spec: KeyspaceSpec, info: KvCacheInfo) -> EngineLayout:
+    """Return the layout of a one-block cache with all layers and heads: a scheduler has no cache and only makes
+    lookups."""
+    row_bytes, rows = spec.engine_row_bytes, 1 if spec.opaque else info.block_tokens
     heads, planes = spec.group.kv_heads, spec.planes
     plane_bytes = rows * heads * row_bytes
     layers = tuple(
@@ -299,7 +348,7 @@ def _one_block(spec: KeyspaceSpec, facts: CacheFacts) -> EngineLayout:
         for layer in range(spec.group.layers)
     )
     return EngineLayout(
-        block_tokens=facts.block_tokens,
+        block_tokens=info.block_tokens,
         block_count=1,
         layers=layers,
         first_layer=0,

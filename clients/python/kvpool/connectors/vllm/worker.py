@@ -1,6 +1,6 @@
-"""One worker's side: asynchronous loads and stores between the engine's KV cache blocks and the pool.
+"""The connector's worker side: asynchronous loads and stores between KV cache blocks and the pool.
 
-Orders come and ends are fetched on the engine's thread; what runs in between runs on the pool's loop.
+Jobs arrive, and reports are taken, on the engine's thread; everything in between runs on the pool's event loop.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.client.block_generations import BlockGenerations, Int64s
 from kvpool.client.engine_items import LoadResult
 from kvpool.client.handle import AsyncHandle
 from kvpool.client.hashing import Prompt
 from kvpool.client.pool import AsyncPool
+from kvpool.connectors.vllm.agent_connection import AgentConnection, unreachable
 from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
-from kvpool.connectors.vllm.engine_work import WorkPoint
-from kvpool.connectors.vllm.layer_loads import LayerLoads
-from kvpool.connectors.vllm.link import PoolLink, unreachable
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, block_table, prompt_of
+from kvpool.connectors.vllm.layerwise_loads import LayerwiseLoads
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.worker_stores import WorkerGroup, WorkerStores
+from kvpool.connectors.vllm.step_events import StepEvent
+from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreReport, block_table, prompt_of_job
+from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup, WorkerStores
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Overloaded, ServiceUnavailable, Stopped
 
 _LOADS_MAX = 40  # at once: an agent takes 64 loads and stores of a session
@@ -41,91 +42,120 @@ _IDLE_WAIT_S = 0.002
 
 @dataclass(slots=True)
 class _Request:
-    """What a request loads: a load for each KV cache group."""
+    """Loads of one request, one for each KV cache group."""
 
     loads: list[_Load] = field(default_factory=list)  # that have not ended
-    ends: list[LoadEnd] = field(default_factory=list)
+    reports: list[LoadReport] = field(default_factory=list)
     failed: bool = False
     failed_blocks: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    order: LoadOrder
+    job: LoadJob
     started_s: float
     request: _Request
     cancelled: bool = False
     handle: AsyncHandle[LoadResult] | None = None  # once it was begun; touched on the loop only
 
 
-class WorkerSide:
-    """All methods on the engine's thread; none raises for trouble of the cache. None blocks, except that
-    `take_received` may wait a moment (see `idle_wait`), and that layerwise loads are waited for by `wait_layers`,
-    `start_stores` and `take_failed_blocks`. Each request that loads ends in `take_received` or `take_arrived`, each
-    held one in `take_released`, whatever happens: the engine waits for that."""
+class ConnectorWorker:
+    """Worker side of KvPoolConnector. Call all methods on the engine's thread; none raises for a cache failure.
+
+    No method blocks, except that `take_finished_recving` may wait a moment (see `wait_when_idle`), and that
+    `wait_layers`, `start_stores` and `take_failed_blocks` wait for layerwise loads. Each request that loads is returned
+    by `take_finished_recving` or `take_arrived`, and each held one by `take_finished_sending`, after failures too: the
+    engine waits for that.
+    """
 
     def __init__(
         self,
         settings: VllmSettings,
-        link: PoolLink,
-        groups: Sequence[WorkerGroup],
+        connection: AgentConnection,
+        groups: Sequence[WorkerKvCacheGroup],
         *,
         load_only: bool,
-        fails_whole: bool = False,
-        loads_wait: bool = True,
-        idle_wait: bool = False,
+        all_or_nothing: bool = False,
+        loads_wait_for_gpu: bool = True,
+        wait_when_idle: bool = False,
+        generations: BlockGenerations | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """groups: in vLLM's order, as the pools of the link. fails_whole: of a load that fails in part the engine can
-        use nothing: it is named by `take_failed_requests`, not by blocks. loads_wait: for GPU work that was
-        launched before, as it may still write to their blocks. idle_wait: a step of an engine that computes nothing may
-        wait a moment for the end of a load: no other rank waits for this one then."""
-        self._settings, self._link, self._groups = settings, link, groups
-        self._fails_whole, self._loads_wait, self._now_s = fails_whole, loads_wait, now_s
+        """groups: in vLLM's order, as the pools of the connection. load_only: another rank stores the same heads.
+        all_or_nothing: the engine cannot use part of a failed load; `take_failed_requests` returns it instead of
+        blocks. loads_wait_for_gpu: whether loads wait for GPU work launched before, which may still write to their
+        blocks. wait_when_idle: whether a step that computes nothing may wait a moment for a load to end, as no other
+        rank waits for this one then. generations: of the blocks of the only group, if other engines may copy them."""
+        self._settings, self._connection, self._groups = settings, connection, groups
+        self._all_or_nothing, self._loads_wait_for_gpu, self._now_s = all_or_nothing, loads_wait_for_gpu, now_s
+        self._generations = generations
+        self._announced: list[tuple[bytes, Int64s, Int64s]] = []  # in this step: chunks, blocks, generations
         self._done: deque[Callable[[], None]] = deque()  # appended on the loop, run here
         self._requests: dict[str, _Request] = {}  # whose loads have not ended
         self._waiting: deque[_Load] = deque()  # for an event
         self._limiter = ConcurrencyLimiter(count=_LOADS_MAX, size_bytes=1 << 62)
-        self._idle_wait, self._engine_computes = idle_wait, True
+        self._wait_when_idle, self._engine_computes = wait_when_idle, True
         self._ended = threading.Event()  # a load has, since it was last looked at
         self._received: set[str] = set()
-        self._scheduler_asks = False  # for what came in whole
-        self._arrived: list[LoadEnd] = []
+        self._scheduler_polls = False  # for what came in whole
+        self._arrived: list[LoadReport] = []
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._spoiled_blocks: set[int] = set()  # that the running step has read though their load failed
-        self._ends: list[LoadEnd | StoreEnd] = []
-        self._layer_loads = LayerLoads(link, self._layer_load_ended, now_s)
+        self._invalid_blocks: set[int] = set()  # that the running step has read though their load failed
+        self._reports: list[LoadReport | StoreReport] = []
+        self._layerwise_loads = LayerwiseLoads(connection, self._layerwise_load_ended, now_s)
         self._stores = WorkerStores(
             settings,
-            link,
+            connection,
             groups,
             load_only=load_only,
             later=self._done.append,
-            on_ended=self._ends.append,
+            on_ended=self._reports.append,
             now_s=now_s,
         )
 
     @property
     def ready(self) -> bool:
-        """Whether loads and stores can be ordered."""
-        return bool(self._link.pools)
+        """Whether loads and stores can be started."""
+        return bool(self._connection.pools)
 
-    def before_step(self, orders: StepOrders) -> None:
-        """Blocks of preempted requests, and those that have left a window, may be written from now on."""
-        self._stores.preempted(orders.preempted)
-        self._stores.overwritten(orders.overwritten, all_stores=not orders.step)
+    def handle_preemptions(self, jobs: StepJobs) -> None:
+        """A step begins: blocks of preempted requests, newly allocated blocks and blocks that left a window may be
+        written."""
+        try:
+            self._stores.step_begins(jobs.preempted, jobs.overwritten, any_block=not jobs.step)
+        finally:
+            self._raise_generations(jobs)
 
-    def start_loads(self, orders: StepOrders) -> None:
-        """Begin them, and end early what is not needed any more; each ends in `take_received`, whatever happens."""
-        self._spoiled_blocks = set()
-        self._engine_computes = orders.computes
+    def _raise_generations(self, jobs: StepJobs) -> None:
+        """Read the generations of announced blocks, then raise those of blocks that the step writes.
+
+        Must run before any work of the step is launched.
+        """
+        if self._generations is None:
+            return
+        split, ended = self._groups[0].split, False
+        try:
+            for job in jobs.announce:
+                blocks = block_table(job.block_ids, split)
+                self._announced.append((job.hashes, blocks, self._generations.of(blocks)))
+            if jobs.step and jobs.written is not None:
+                self._generations.raise_blocks(block_table(jobs.written, split))
+                ended = True
+        finally:
+            if not ended:
+                self._generations.raise_all()
+
+    def start_loads(self, jobs: StepJobs) -> None:
+        """Start loads and cancel those no longer needed. `take_finished_recving` returns all, also failed ones."""
+        self._invalid_blocks = set()
+        self._engine_computes = jobs.computes
         self._new_work()
-        for request_id, loads in groupby(orders.loads, lambda order: order.request_id):
+        for request_id, loads in groupby(jobs.loads, lambda job: job.request_id):
             request = self._requests[request_id] = _Request()
-            request.loads += [_Load(order, self._now_s(), request) for order in loads]
+            request.loads += [_Load(job, self._now_s(), request) for job in loads]
             self._waiting += request.loads
-        for request_id in orders.cancel:
+        for request_id in jobs.cancel:
             if request_id in self._requests:
                 self._cancel(self._requests[request_id])
         while self._waiting:
@@ -138,31 +168,32 @@ class WorkerSide:
                 self._end_load(load, self._now_s() - load.started_s, error)
 
     def _begin(self, load: _Load) -> bool:
-        """False: no event is free, and the load can wait for one. raises: whatever keeps it from being begun."""
-        order, waited_s = load.order, self._now_s() - load.started_s
-        if not order.hashes:
+        """Start a load. Returns False if no event is free and the load can wait for one. raises: why it cannot be
+        started."""
+        job, waited_s = load.job, self._now_s() - load.started_s
+        if not job.hashes:
             raise InvalidRequest("nothing is known of this load")
         if load.cancelled:
             raise Stopped("the load is no longer needed")
-        pools, work = self._link.pools, self._groups[order.group].work
+        pools, step_events = self._connection.pools, self._groups[job.group].step_events
         if not pools:
             raise unreachable()
-        pool = pools[order.group]
-        if waited_s > order.timeout_s:
+        pool = pools[job.group]
+        if waited_s > job.timeout_s:
             raise Overloaded("no event became free for this load: the agent waits for work that has not ended")
-        point = work.point() if self._loads_wait else WorkPoint()
-        if point is None:
+        step_event = step_events.record() if self._loads_wait_for_gpu else StepEvent()
+        if step_event is None:
             if self._settings.layerwise:
                 raise ServiceUnavailable("no event is free: the agent waits for work that has not ended")
             return False
         try:
             if self._settings.layerwise:
-                self._layer_loads.begin(order, partial(self._begin_layers, pool, order, point))
+                self._layerwise_loads.begin(job, partial(self._begin_layers, pool, job, step_event))
             else:
-                future = self._link.start(partial(self._load, pool, load, point), order.trace)
+                future = self._connection.start(partial(self._load, pool, load, step_event), job.trace)
                 future.add_done_callback(partial(self._loaded_soon, load))
         except Exception:
-            work.give_back(point)
+            step_events.give_back(step_event)
             raise
         return True
 
@@ -171,106 +202,130 @@ class WorkerSide:
             load.cancelled = True
             if load not in self._waiting:  # else nothing of it has begun
                 with suppress(ServiceUnavailable):  # closed: then it ends anyway
-                    self._link.start(partial(_cancel_begun, load))
+                    self._connection.start(partial(_cancel_begun, load))
 
     def _new_work(self) -> None:
         for group in self._groups:
-            group.work.new_step()
+            group.step_events.new_step()
 
-    def start_stores(self, orders: StepOrders) -> None:
-        """Begin them after this step's work, and hold the blocks of requests that the engine gave up to us."""
-        self._layer_loads.finish()  # what was computed from blocks that did not come must not be stored
+    def start_stores(self, jobs: StepJobs) -> None:
+        """Start stores after this step's work, and hold the blocks of finished requests that vLLM left to the
+        connector."""
+        self._stores.step_ends()
+        self._layerwise_loads.finish()  # what was computed from blocks that did not come must not be stored
         self._new_work()
-        for order in orders.stores:
-            self._stores.start(order, self._spoiled_blocks)
+        for job in jobs.stores:
+            self._stores.start(job, self._invalid_blocks)
         self._stores.begin_waiting()
-        self._stores.hold(orders.release)
+        self._stores.hold(jobs.release)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell the agent what the GPU cache holds. Lost announcements are not an error."""
+        announced, self._announced = self._announced, []
+        pools = self._connection.pools
+        if not announced or not pools:
+            return
+        hashes = b"".join(one for one, _, _ in announced)
+        blocks, generations = (np.concatenate(parts) for parts in list(zip(*announced, strict=True))[1:])
+
+        async def announce() -> None:
+            pools[0].session.announce_cached(hashes, blocks, generations)
+
+        with suppress(ServiceUnavailable):  # closed
+            self._connection.start(announce)
 
     def finish_stores(self, timeout_s: float) -> None:
-        """Before the engine's memory goes: wait so long for stores that have begun."""
+        """Wait up to timeout_s for running stores, before the engine's memory is freed."""
         self._stores.finish(timeout_s)
 
-    def take_received(self) -> set[str]:
-        """Requests whose loads have ended: nothing touches their blocks any more. May wait a moment for one, see
-        `idle_wait`."""
-        if self._idle_wait and self._requests and not self._done and not self._engine_computes:
+    def take_finished_recving(self) -> set[str]:
+        """Return requests whose loads have ended: nothing accesses their blocks any more. May wait, see
+        `wait_when_idle`."""
+        if self._wait_when_idle and self._requests and not self._done and not self._engine_computes:
             self._ended.wait(_IDLE_WAIT_S)
         self._ended.clear()
         self._run_done()
         received, self._received = self._received, set()
         return received
 
-    def take_arrived(self) -> tuple[LoadEnd, ...]:
-        """For a scheduler in the same process: loads that have come in whole. Once it has asked, later ones are named
-        neither by `take_received` nor by `take_ends`. One that failed always is, together with what failed."""
-        self._scheduler_asks = True
+    def take_arrived(self) -> tuple[LoadReport, ...]:
+        """Return complete loads to a scheduler in the same process.
+
+        After the first call complete loads are returned neither by `take_finished_recving` nor by `take_reports`.
+        Failed loads always are, together with their failed blocks.
+        """
+        self._scheduler_polls = True
         self._run_done()
         arrived = tuple(self._arrived)
         self._arrived.clear()
         return arrived
 
     def wait_layers(self, layers: int) -> None:
-        """Return when so many leading layers of this step's loads are in, or are known not to come."""
-        self._layer_loads.wait_layers(layers)
+        """Return when the first `layers` layers of this step's loads are in, or are known to have failed."""
+        self._layerwise_loads.wait_layers(layers)
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that the engine must compute."""
-        self._layer_loads.finish()
+        """Return blocks that were not loaded and must be computed."""
+        self._layerwise_loads.finish()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Requests of `take_received` of which the engine must compute all."""
+        """Return requests of `take_finished_recving` that must be computed completely."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
-    def take_released(self) -> set[str]:
-        """Requests of `StepOrders.release` whose blocks the engine may have back."""
+    def take_finished_sending(self) -> set[str]:
+        """Return requests of `StepJobs.release` whose blocks vLLM may free."""
         self._run_done()
-        return self._stores.take_released()
+        return self._stores.take_finished_sending()
 
-    def take_ends(self) -> tuple[LoadEnd | StoreEnd, ...]:
-        """How loads and stores ended since the last call."""
+    def take_reports(self) -> tuple[LoadReport | StoreReport, ...]:
+        """Return how loads and stores ended since the last call."""
         self._run_done()
-        ends = tuple(self._ends)
-        self._ends.clear()
-        return ends
+        reports = tuple(self._reports)
+        self._reports.clear()
+        return reports
 
     def _run_done(self) -> None:
         while self._done:
             self._done.popleft()()
 
-    async def _begin_layers(self, pool: AsyncPool, order: LoadOrder, point: WorkPoint) -> AsyncHandle[LoadResult]:
-        prompt, blocks = self._what(order)
-        return await pool.start_load(prompt, blocks, **self._span(order), wait_event=point.event)
+    async def _begin_layers(self, pool: AsyncPool, job: LoadJob, step_event: StepEvent) -> AsyncHandle[LoadResult]:
+        prompt, blocks = self._what(job)
+        return await pool.start_load(prompt, blocks, **self._span(job), wait_event=step_event.event)
 
-    def _layer_load_ended(self, order: LoadOrder, duration_s: float, result: LoadResult | Exception) -> None:
-        request = self._requests.get(order.request_id) or _Request()
-        load = next(iter(request.loads), None) or _Load(order, self._now_s(), request)
+    def _layerwise_load_ended(self, job: LoadJob, duration_s: float, result: LoadResult | Exception) -> None:
+        request = self._requests.get(job.request_id) or _Request()
+        load = next(iter(request.loads), None) or _Load(job, self._now_s(), request)
         self._end_load(load, duration_s, result)
 
-    def _what(self, order: LoadOrder) -> tuple[Prompt, npt.NDArray[np.int64]]:
-        return prompt_of(order, self._settings.chunk_tokens), block_table(order, self._groups[order.group].split)
+    def _what(self, job: LoadJob) -> tuple[Prompt, npt.NDArray[np.int64]]:
+        return prompt_of_job(job, self._settings.chunk_tokens), block_table(
+            job.block_ids, self._groups[job.group].split
+        )
 
-    def _span(self, order: LoadOrder) -> dict[str, Any]:
+    def _span(self, job: LoadJob) -> dict[str, Any]:
         return {
-            "first_chunk": order.first_chunk,
-            "end_chunk": order.end_chunk,
-            "skip_tokens": order.first_token - order.first_chunk * self._settings.chunk_tokens,
-            "timeout_s": order.timeout_s,
-            "compute_us_per_token": order.compute_us_per_token,
+            "first_chunk": job.first_chunk,
+            "end_chunk": job.end_chunk,
+            "skip_tokens": job.first_token - job.first_chunk * self._settings.chunk_tokens,
+            "timeout_s": job.timeout_s,
+            "compute_us_per_token": job.compute_us_per_token,
+            "from_gpu": job.from_gpu,
         }
 
-    async def _load(self, pool: AsyncPool, load: _Load, point: WorkPoint) -> LoadResult:
-        """On the pool's loop."""
-        order, begun = load.order, False
+    async def _load(self, pool: AsyncPool, load: _Load, step_event: StepEvent) -> LoadResult:
+        """Run one load on the pool's event loop."""
+        job, begun = load.job, False
         try:
-            async with asyncio.timeout(order.timeout_s) as patience, self._limiter.acquire(0):
-                patience.reschedule(None)  # the load has a deadline of its own
+            async with asyncio.timeout(job.timeout_s) as turn, self._limiter.acquire(0):
+                turn.reschedule(None)  # the load has a deadline of its own
                 begun = True
-                prompt, blocks = self._what(order)
+                prompt, blocks = self._what(job)
                 load.handle = handle = await pool.start_load(
-                    prompt, blocks, **self._span(order), wait_event=point.event, by_layer=False
+                    prompt, blocks, **self._span(job), wait_event=step_event.event, by_layer=False
                 )
                 if load.cancelled:
                     handle.cancel()
@@ -279,7 +334,7 @@ class WorkerSide:
             raise DeadlineExceeded("the load did not come to its turn in time") from None
         finally:
             if not begun:
-                self._groups[order.group].work.give_back(point)
+                self._groups[job.group].step_events.give_back(step_event)
         # The engine computes in these very blocks what did not come: not before the agent has stopped writing there.
         await handle.wait_released()
         return result
@@ -298,45 +353,45 @@ class WorkerSide:
         self._end_load(load, duration_s, result)
 
     def _end_load(self, load: _Load, duration_s: float, result: LoadResult | Exception) -> None:
-        order = load.order
+        job = load.job
         if isinstance(result, Exception):
             error = result if isinstance(result, KvPoolError) else KvPoolError(str(result) or repr(result))
-            failed = tuple(range(order.first_chunk, order.end_chunk))
-            result = LoadResult(order.first_chunk, failed_chunks=failed, error=error)
-        end_chunk, group, request = result.end_chunk, self._groups[order.group], load.request
-        end = LoadEnd(
-            request_id=order.request_id,
-            group=order.group,
+            failed = tuple(range(job.first_chunk, job.end_chunk))
+            result = LoadResult(job.first_chunk, failed_chunks=failed, error=error)
+        end_chunk, group, request = result.end_chunk, self._groups[job.group], load.request
+        report = LoadReport(
+            request_id=job.request_id,
+            group=job.group,
             result=result,
             duration_s=duration_s,
-            size_bytes=(end_chunk - order.first_chunk) * group.chunk_bytes,
+            size_bytes=(end_chunk - job.first_chunk) * group.chunk_bytes,
             cancelled=load.cancelled,
         )
-        request.ends.append(end)
+        request.reports.append(report)
         if load in request.loads:
             request.loads.remove(load)
-        if result.error is not None or end_chunk < order.end_chunk:
+        if result.error is not None or end_chunk < job.end_chunk:
             request.failed = True
-            request.failed_blocks |= order.failed_blocks(end_chunk, self._settings.chunk_tokens, group.block_tokens)
+            request.failed_blocks |= job.failed_blocks(end_chunk, self._settings.chunk_tokens, group.block_tokens)
             self._cancel(request)  # what other groups load is of no use
         if not request.loads:
-            self._end_request(order.request_id, request)
+            self._end_request(job.request_id, request)
 
     def _end_request(self, request_id: str, request: _Request) -> None:
-        """Nothing touches its blocks any more."""
+        """All loads of the request have ended: nothing accesses its blocks any more."""
         if self._requests.get(request_id) is request:
             del self._requests[request_id]
-        if self._fails_whole and request.failed:
+        if self._all_or_nothing and request.failed:
             self._failed_requests.add(request_id)
         else:
             self._failed_blocks |= request.failed_blocks
         if self._settings.layerwise:
-            self._spoiled_blocks |= request.failed_blocks  # this step computes from them
-            self._ends += request.ends
-        elif self._scheduler_asks and not request.failed:
-            self._arrived += request.ends
+            self._invalid_blocks |= request.failed_blocks  # this step computes from them
+            self._reports += request.reports
+        elif self._scheduler_polls and not request.failed:
+            self._arrived += request.reports
         else:
-            self._ends += request.ends
+            self._reports += request.reports
             self._received.add(request_id)
 
 

@@ -1,4 +1,4 @@
-"""One worker's stores: queued, begun, their blocks held, their ends reported."""
+"""Stores of one worker: queues them, starts them, holds their blocks and reports their results."""
 
 from __future__ import annotations
 
@@ -12,41 +12,45 @@ from functools import partial
 
 from kvpool.client.engine_items import StoreResult
 from kvpool.client.pool import AsyncPool
+from kvpool.connectors.vllm.agent_connection import AgentConnection, unreachable
 from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
-from kvpool.connectors.vllm.engine_work import EngineWork, WorkPoint
-from kvpool.connectors.vllm.link import PoolLink, unreachable
-from kvpool.connectors.vllm.orders import StoreEnd, StoreOrder, block_table, prompt_of
+from kvpool.connectors.vllm.engine_introspection import StepStart
 from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.connectors.vllm.step_events import StepEvent, StepEvents
+from kvpool.connectors.vllm.step_jobs import StoreJob, StoreReport, block_table, prompt_of_job
 
 _STORES_MAX = 16  # at once: an agent takes 64 loads and stores of a session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerGroup:
+class WorkerKvCacheGroup:
     """One of vLLM's KV cache groups on one rank.
 
-    chunk_bytes: of this rank. work: of the session of this group. split: blocks of the tensors in one of vLLM's.
+    chunk_bytes: bytes of a chunk on this rank. step_events: events of this group's session. split: number of blocks of
+    the tensors in one of vLLM's.
     """
 
     block_tokens: int
     chunk_bytes: int
-    work: EngineWork
+    step_events: StepEvents
     split: int = 1
 
 
 @dataclass(slots=True, kw_only=True)
 class _Store:
-    order: StoreOrder
+    job: StoreJob
     started_s: float
-    kept: bool = True  # whether the blocks have held their bytes until now
+    still_valid: bool = True  # whether the blocks have held their bytes until now
     released: bool = False
     ended_s: float = 0.0
 
 
 @dataclass(slots=True)
 class _Request:
-    """What still reads blocks of a request. held_since_s: since when a finished request's blocks are kept from the
-    engine; None while it runs."""
+    """Stores that still read blocks of a request.
+
+    held_since_s: since when vLLM keeps the blocks of the finished request; None while it runs.
+    """
 
     stores: list[_Store] = field(default_factory=list)
     held_since_s: float | None = None
@@ -54,7 +58,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Outcome:
-    """Of one store, all windows together."""
+    """Chunk counts of one store, all windows together."""
 
     stored: int = 0
     deduplicated: int = 0
@@ -64,97 +68,107 @@ class _Outcome:
 
 
 class WorkerStores:
-    """All methods on the engine's thread, but for what is marked; none blocks, none raises for trouble of the cache.
+    """Stores of one worker. Call methods on the engine's thread unless noted; none blocks or raises for a cache
+    failure.
 
-    What is more than may be in flight waits, in order, window by window. Meanwhile the blocks are the request's or,
-    when it has finished, the engine keeps them for a while.
+    Stores that exceed the bytes in flight wait in order, window by window. Meanwhile their blocks belong to the request
+    or, after it has finished, are kept by the engine for up to `store_hold_max_s`.
     """
 
     def __init__(
         self,
         settings: VllmSettings,
-        link: PoolLink,
-        groups: Sequence[WorkerGroup],
+        connection: AgentConnection,
+        groups: Sequence[WorkerKvCacheGroup],
         *,
         load_only: bool,
         later: Callable[[Callable[[], None]], None],
-        on_ended: Callable[[StoreEnd], None],
+        on_ended: Callable[[StoreReport], None],
         now_s: Callable[[], float],
     ) -> None:
-        """later: has something run on the engine's thread soon. Otherwise as WorkerSide."""
-        self._settings, self._link, self._groups, self._load_only = settings, link, groups, load_only
+        """later: runs a function on the engine's thread soon. For the others see ConnectorWorker."""
+        self._step_start = StepStart()
+        self._settings, self._connection, self._groups, self._load_only = settings, connection, groups, load_only
         self._later, self._on_ended, self._now_s = later, on_ended, now_s
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Store] = deque()  # for an event
         self._futures: set[Future[_Outcome]] = set()  # of those that have begun and not ended
         self._limiter = ConcurrencyLimiter(count=_STORES_MAX, size_bytes=settings.store_bytes_in_flight_max)
 
-    def start(self, order: StoreOrder, spoiled_blocks: Set[int]) -> None:
-        """Store after this step's work. spoiled_blocks: what was computed in this step from them is wrong."""
-        store = _Store(order=order, started_s=self._now_s())
-        chunks = order.end_chunk - order.first_chunk
+    def start(self, job: StoreJob, invalid_blocks: Set[int]) -> None:
+        """Queue a store of this step's results. invalid_blocks: blocks that this step read but whose load failed."""
+        store = _Store(job=job, started_s=self._now_s())
+        chunks = job.end_chunk - job.first_chunk
         if self._load_only:  # another rank stores the same heads
             self._end(store, _Outcome())
-        elif not self._link.pools:
+        elif not self._connection.pools:
             self._end(store, _Outcome(failed=chunks, failures={str(unreachable())}))
-        elif spoiled_blocks and not spoiled_blocks.isdisjoint(order.block_ids.tolist()):
+        elif invalid_blocks and not invalid_blocks.isdisjoint(job.block_ids.tolist()):
             self._end(store, _Outcome(failed=chunks, failures={"they were computed from blocks whose load has failed"}))
         else:
-            self._requests.setdefault(order.request_id, _Request()).stores.append(store)
+            self._requests.setdefault(job.request_id, _Request()).stores.append(store)
             self._waiting.append(store)
 
     def begin_waiting(self) -> None:
-        """Begin what was ordered, as far as there are events for it."""
+        """Start queued stores as long as there are free events."""
         while self._waiting:
             store = self._waiting[0]
             try:
-                point = self._work_of(store).point() if store.kept else WorkPoint()
+                step_event = self._events_of(store).record() if store.still_valid else StepEvent()
             except Exception as error:
                 self._waiting.popleft()
                 self._fail(store, error)
                 continue
-            if point is None:
+            if step_event is None:
                 return
             self._waiting.popleft()
             try:
-                future = self._link.start(partial(self._store, store, point), store.order.trace)
+                future = self._connection.start(partial(self._store, store, step_event), store.job.trace)
             except Exception as error:
-                self._work_of(store).give_back(point)
+                self._events_of(store).give_back(step_event)
                 self._fail(store, error)
             else:
                 self._futures.add(future)
                 future.add_done_callback(partial(self._ended_soon, store))
 
     def finish(self, timeout_s: float) -> None:
-        """Wait so long for the stores that have begun: the engine goes, and its memory with it."""
+        """Wait up to timeout_s for running stores: the engine's memory is freed afterwards."""
         concurrent.futures.wait(list(self._futures), timeout_s)
 
-    def preempted(self, request_ids: Iterable[str]) -> None:
-        """Their blocks may be written from now on: what was not read of them is not stored."""
-        for request_id in request_ids:
-            for store in self._requests.get(request_id, _Request()).stores:
-                store.kept = False
+    def step_begins(self, preempted: Iterable[str], overwritten: Collection[int], *, any_block: bool = False) -> None:
+        """A step begins that may write to blocks which stores have not read yet: those stores are dropped.
 
-    def overwritten(self, numbers: Collection[int], *, all_stores: bool = False) -> None:
-        """Stores of whose blocks some may be written from now on: what was not read of them is not stored."""
-        if numbers or all_stores:
-            for request in self._requests.values():
-                for store in request.stores:
-                    store.kept &= not (all_stores or store.order.number in numbers)
+        preempted: requests, all of whose blocks may be written. overwritten: numbers of stores, some of whose blocks
+        may be. any_block: any block may be.
+        """
+        try:
+            for request_id in preempted:
+                for store in self._requests.get(request_id, _Request()).stores:
+                    store.still_valid = False
+            if overwritten or any_block:
+                for request in self._requests.values():
+                    for store in request.stores:
+                        store.still_valid &= not (any_block or store.job.number in overwritten)
+        finally:
+            self._step_start.step_begins()
+
+    def step_ends(self) -> None:
+        """The step's work has been launched."""
+        self._step_start.step_ends()
 
     def hold(self, request_ids: Iterable[str]) -> None:
-        """Requests that have finished; the engine holds their blocks until `take_released` names them."""
+        """vLLM keeps the blocks of these finished requests until `take_finished_sending` returns them."""
         for request_id in request_ids:
             self._requests.setdefault(request_id, _Request()).held_since_s = self._now_s()
 
-    def take_released(self) -> set[str]:
-        """Held requests whose blocks nothing reads any more."""
+    def take_finished_sending(self) -> set[str]:
+        """Return held requests whose blocks nothing reads any more."""
         released: set[str] = set()
         for request_id, request in list(self._requests.items()):
             if request.held_since_s is not None:
                 if self._now_s() - request.held_since_s > self._settings.store_hold_max_s:
                     for store in request.stores:
-                        store.kept = False  # the agent only reads them, and throws away what it has read
+                        store.still_valid = False  # the agent only reads them, and throws away what it has read
                     request.stores.clear()
                 if all(store.released for store in request.stores):
                     released.add(request_id)
@@ -163,23 +177,27 @@ class WorkerStores:
                 del self._requests[request_id]
         return released
 
-    async def _store(self, store: _Store, point: WorkPoint) -> _Outcome:
-        """On the pool's loop. All windows queue up at once, in order: they end in whatever order they like."""
-        order, outcome, pools = store.order, _Outcome(), self._link.pools
-        group, work = self._groups[order.group], self._work_of(store)
+    async def _store(self, store: _Store, step_event: StepEvent) -> _Outcome:
+        """Run one store on the pool's event loop. Its windows start in order and end in any order."""
+        job, outcome, pools = store.job, _Outcome(), self._connection.pools
+        group, step_events = self._groups[job.group], self._events_of(store)
         try:
             if not pools:
                 raise unreachable()
-            pool = pools[order.group]
-            prompt, blocks = prompt_of(order, self._settings.chunk_tokens), block_table(order, group.split)
+            pool = pools[job.group]
+            prompt, blocks = prompt_of_job(job, self._settings.chunk_tokens), block_table(job.block_ids, group.split)
             limit = self._window_chunks(pool, group.chunk_bytes)
-            starts = range(order.first_chunk, order.end_chunk, limit)
+            starts = range(job.first_chunk, job.end_chunk, limit)
             left = len(starts)
+
+            async def still_valid() -> bool:
+                await self._step_start.passed()
+                return store.still_valid
 
             async def window(chunks: range) -> None:
                 nonlocal left
                 async with self._limiter.acquire(len(chunks) * group.chunk_bytes):
-                    if not store.kept:
+                    if not store.still_valid:
                         outcome.skipped += len(chunks)
                         return
                     handle = await pool.store(
@@ -187,16 +205,16 @@ class WorkerStores:
                         blocks,
                         first_chunk=chunks.start,
                         end_chunk=chunks.stop,
-                        retention=order.retention,
-                        still_valid=lambda: store.kept,
-                        wait_event=work.share(point).event,
+                        retention=job.retention,
+                        still_valid=still_valid,
+                        wait_event=step_events.share(step_event).event,
                     )
                     await handle.wait_released()
                     left -= 1
                     store.released = not left
                     _add(outcome, await handle.result(self._settings.store_hold_max_s))
 
-            windows = [range(start, min(start + limit, order.end_chunk)) for start in starts]
+            windows = [range(start, min(start + limit, job.end_chunk)) for start in starts]
             ends = await asyncio.gather(*map(window, windows), return_exceptions=True)
             for chunks, end in zip(windows, ends, strict=True):
                 if end is not None:
@@ -204,18 +222,18 @@ class WorkerStores:
                     outcome.failures.add(str(end) or repr(end))
             return outcome
         finally:
-            work.give_back(point)
+            step_events.give_back(step_event)
 
-    def _work_of(self, store: _Store) -> EngineWork:
-        return self._groups[store.order.group].work
+    def _events_of(self, store: _Store) -> StepEvents:
+        return self._groups[store.job.group].step_events
 
     def _window_chunks(self, pool: AsyncPool, chunk_bytes: int) -> int:
-        """Of one request: small enough that one is copied while the next is prepared."""
+        """Return the chunks of one request to the agent: few enough to copy one window while the next is prepared."""
         fitting = self._settings.store_bytes_in_flight_max // 2 // max(1, chunk_bytes)
         return max(1, min(fitting, pool.session.max_request_chunks or fitting))
 
     def _ended_soon(self, store: _Store, future: Future[_Outcome]) -> None:
-        """On the pool's loop."""
+        """Called on the pool's event loop when a store has ended."""
         self._futures.discard(future)
         store.ended_s = self._now_s()  # an idle engine hears of it with its next request
         self._later(partial(self._ended, store, future))
@@ -231,24 +249,24 @@ class WorkerStores:
 
     def _fail(self, store: _Store, error: BaseException) -> None:
         self._forget(store)
-        chunks = store.order.end_chunk - store.order.first_chunk
+        chunks = store.job.end_chunk - store.job.first_chunk
         self._end(store, _Outcome(failed=chunks, failures={str(error) or repr(error)}))
 
     def _forget(self, store: _Store) -> None:
-        request = self._requests.get(store.order.request_id)
+        request = self._requests.get(store.job.request_id)
         if request is not None and store in request.stores:
             request.stores.remove(store)
 
     def _end(self, store: _Store, outcome: _Outcome) -> None:
         self._on_ended(
-            StoreEnd(
-                number=store.order.number,
+            StoreReport(
+                number=store.job.number,
                 stored_chunks=outcome.stored,
                 deduplicated_chunks=outcome.deduplicated,
                 failed_chunks=outcome.failed,
                 skipped_chunks=outcome.skipped,
                 duration_s=max(0.0, store.ended_s - store.started_s),
-                size_bytes=outcome.stored * self._groups[store.order.group].chunk_bytes,
+                size_bytes=outcome.stored * self._groups[store.job.group].chunk_bytes,
                 failure="; ".join(sorted(outcome.failures)),
             )
         )

@@ -243,7 +243,7 @@ class CpuDevice:
 
 
 def _no_peers() -> NotServed:
-    return NotServed("PeerPull copies between GPUs, but this agent's device is the CPU; load from staging instead")
+    return NotServed("only GPU caches are copied from, but this agent's device is the CPU; load from staging instead")
 
 
 def _map_all(handles: Sequence[MappedHandle], mappings: list[mmap.mmap]) -> None:

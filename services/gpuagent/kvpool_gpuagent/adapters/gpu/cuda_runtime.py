@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_right, insort
 from ctypes import byref, c_size_t
@@ -11,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpool.cuda.driver import Driver
+from kvpool.cuda.driver import CudaError, Driver
 from kvpool.cuda.symbols import CopyAttributes
 from kvpool_gpuagent.adapters.gpu.runtime import Int64s, Mark, OutOfDeviceMemory, Stream
+
+_log = logging.getLogger(__name__)
 
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -37,14 +40,31 @@ def copy_runs(driver: Driver, destinations: Int64s, sources: Int64s, sizes_bytes
     if not destinations.size == sources.size == sizes_bytes.size:
         raise ValueError("copy_runs wants three arrays of one length")
     if driver.batched_copies is None or count == 1 or stream == 0:
-        for destination, source, size_bytes in zip(
-            destinations.tolist(), sources.tolist(), sizes_bytes.tolist(), strict=True
-        ):
-            driver.copy(destination, source, size_bytes, stream)
+        copy_each(driver, destinations, sources, sizes_bytes, stream)
         return
     for start in range(0, count, _CALL_COPIES):
         part = slice(start, start + _CALL_COPIES)
         _copy_batch(driver, destinations[part], sources[part], sizes_bytes[part], stream)
+
+
+def copy_each(driver: Driver, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, stream: int) -> None:
+    """The same by one call a copy, from and to any memory. Raises CudaError."""
+    for destination, source, size_bytes in zip(
+        destinations.tolist(), sources.tolist(), sizes_bytes.tolist(), strict=True
+    ):
+        driver.copy(destination, source, size_bytes, stream)
+
+
+def copy_peer_runs(driver: Driver, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, stream: int) -> bool:
+    """The same between GPUs. Return whether the driver takes batches of such copies; if it does not, they are enqueued
+    one by one, all of them: copying some again is harmless. Raises CudaError."""
+    try:
+        copy_runs(driver, destinations, sources, sizes_bytes, stream)
+    except CudaError as error:
+        _log.warning("copies between GPUs are enqueued one by one, as a batch was refused: %s", error)
+        copy_each(driver, destinations, sources, sizes_bytes, stream)
+        return False
+    return True
 
 
 def _copy_batch(driver: Driver, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, stream: int) -> None:
@@ -145,6 +165,7 @@ class CudaRuntime:
         self.device_uuid = self.driver.device_uuid(ordinal)
         self.name = torch.cuda.get_device_name(self.device)
         self._pinned = PinnedExtents()
+        self._batches_peers = True
 
     def attach(self) -> None:
         """See runtime.GpuRuntime."""
@@ -165,11 +186,15 @@ class CudaRuntime:
             return
         if self._pinned.has_all(destinations) or self._pinned.has_all(sources):
             copy_runs(self.driver, destinations, sources, sizes_bytes, stream.address)
-            return
-        for destination, source, size_bytes in zip(
-            destinations.tolist(), sources.tolist(), sizes_bytes.tolist(), strict=True
-        ):
-            self.driver.copy(destination, source, size_bytes, stream.address)
+        else:
+            copy_each(self.driver, destinations, sources, sizes_bytes, stream.address)
+
+    def copy_peer_runs(self, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, stream: Stream) -> None:
+        """See runtime.GpuRuntime."""
+        if self._batches_peers:
+            self._batches_peers = copy_peer_runs(self.driver, destinations, sources, sizes_bytes, stream.address)
+        else:
+            copy_each(self.driver, destinations, sources, sizes_bytes, stream.address)
 
     def pin(self, address: int, size_bytes: int) -> None:
         """See runtime.GpuRuntime. Raises CudaError, for instance where the locked-memory limit is too low."""

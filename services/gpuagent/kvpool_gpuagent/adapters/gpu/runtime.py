@@ -68,6 +68,10 @@ class GpuRuntime(Protocol):
         """Enqueue copies of [N] runs between host and device addresses. Faster where the host memory is pinned."""
         ...
 
+    def copy_peer_runs(self, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, stream: Stream) -> None:
+        """Enqueue copies of [N] runs from addresses of any GPU to addresses of this one."""
+        ...
+
     def pin(self, address: int, size_bytes: int) -> None:
         """Pin host memory of this process."""
         ...

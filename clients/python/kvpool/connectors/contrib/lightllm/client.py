@@ -84,7 +84,7 @@ class CpuKvCacheClient:
         return page, page is not None
 
     def check_allpages_ready(self, page_list: Sequence[int]) -> bool:
-        """Whether the bytes of all pages are there; nobody may use them without the owner's word."""
+        """Whether the bytes of all pages are there; the owner must confirm before any use."""
         return bool(self._ask("check_allpages_ready", list(page_list), otherwise=not page_list))
 
     def deref_pages(self, page_list: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class CpuKvCacheClient:
         self._ask("deref_pages", [page_index])
 
     def recycle_pages(self, page_list: Sequence[int]) -> None:
-        """Loading has failed: one user less, and pages that nobody else waits for are empty again."""
+        """Loading has failed: one user less, and pages without other waiters are empty again."""
         self._ask("recycle_pages", list(page_list))
 
     def get_pages_to_offloading(self) -> list[list[int]]:
@@ -147,7 +147,7 @@ class PoolCacheWorker:
     def __init__(
         self, disk_cache_storage_size: float, cpu_cache_client: CpuKvCacheClient, disk_cache_dir: str | None = None
     ) -> None:
-        """Sizes and places are those of the pagestore; what lightllm was told of its own disk is not used."""
+        """Sizes and places are those of the pagestore; lightllm's settings of its own disk are not used."""
         if cpu_cache_client.owner is None:
             raise ValueError("the worker belongs into the process that owns the CPU cache")
         self.cpu_cache_client = cpu_cache_client

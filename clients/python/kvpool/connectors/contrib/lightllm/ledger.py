@@ -114,7 +114,7 @@ class PageLedger:
                 self._unused[page] = None
 
     def recycle(self, pages: Iterable[int]) -> None:
-        """Loading has failed: one user less, and pages that nobody else waits for are empty again."""
+        """Loading has failed: one user less, and pages without other waiters are empty again."""
         for page in self._known(pages):
             one = self._pages[page]
             if not one.users:

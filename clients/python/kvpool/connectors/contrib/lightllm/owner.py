@@ -112,7 +112,7 @@ class CacheOwner:
         self._pool.close()
 
     def _connect(self, pid: int) -> Callable[[str, list[Any]], Any] | None:
-        """A process that ends in the middle of an offload leaves pages that nobody will fill: they are given back."""
+        """A process that ends in the middle of an offload leaves pages that will never be filled: they are freed."""
         peer = self._peers.connected(pid)
         if peer is None:
             return None

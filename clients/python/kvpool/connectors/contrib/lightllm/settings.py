@@ -14,7 +14,7 @@ from kvpool.client.store_values import KeyspaceShards
 from kvpool.connectors.strided_pages import StridedPages, bytes_of
 from kvpool.core.cache_axes import CacheAxes
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
-from kvpool.core.foreign_keys import salt_of
+from kvpool.core.external_keys import salt_of
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
 
 SETTINGS_VARIABLE = "KVPOOL_LIGHTLLM"

@@ -26,16 +26,18 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpool.client.store_sync import StorePages
 from kvpool.client.store_values import StoreCounts
+from kvpool.connectors.vllm.releases import cache_hit_sources, job_result, tier_arguments
+from kvpool.connectors.vllm.switch_interval import shorten_switch_interval
 from kvpool.connectors.vllm.tier.jobs import ClusterChunks, TierJobs
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.connectors.vllm.tier.lookups import TierLookups
 from kvpool.connectors.vllm.tier.settings import TierSettings
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
+_HIT_SOURCES = cache_hit_sources()
 _METRIC_PREFIX = "vllm:kvpool_tier_"
 _STORE_COUNTERS = {
     "looked_up_chunks": "Chunks looked up in the cluster.",
@@ -61,7 +63,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
     # A chunk may come from a pagestore's memory, its disk or another host: vLLM has no name for that.
-    cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
+    cache_hit_source: ClassVar[Any] = getattr(_HIT_SOURCES, "EXTERNAL_UNSPECIFIED", None)
 
     def __init__(
         self,
@@ -72,14 +74,18 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         **settings: Any,
     ) -> None:
         """settings: see TierSettings. raises: InvalidRequest for one that must be changed."""
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        more = tier_arguments(SecondaryTierManager, backpressure_detector)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *more)
         self._settings = TierSettings.of(settings)
         self.locality = Locality(self._settings.locality) if self._settings.locality else None
+        assert primary_kv_view.strides is not None
+        self._chunk_bytes: int = primary_kv_view.strides[0]
         region = primary_kv_view.cast("B")
         store = self._settings.store
         store_bytes_max = self._settings.store_bytes_in_flight_max or region.nbytes // 4
         known = self._known = KnownKeys(self._settings.known_s, store.remembered_chunks)
-        self._jobs = TierJobs(region, self.block_size_bytes, known, max(store_bytes_max, self.block_size_bytes))
+        self._jobs = TierJobs(region, self._chunk_bytes, known, max(store_bytes_max, self._chunk_bytes))
+        shorten_switch_interval()
         self._pages = StorePages(store, "vllm tier")
         self._lookups = TierLookups(known, self._settings.lookup_timeout_s)
         self._epoch, self._resets = "", 0
@@ -93,8 +99,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
     def _store(self) -> ClusterChunks:
         """The chunks of this epoch. vLLM decides the seed of its hashes only after it has made the tiers."""
         if self._chunks is None:
-            space = self._settings.space(_facts(self._offloading_spec), self.block_size_bytes, self._epoch)
-            self._chunks = ClusterChunks(self._pages, space, self.block_size_bytes)
+            space = self._settings.space(_facts(self._offloading_spec), self._chunk_bytes, self._epoch)
+            self._chunks = ClusterChunks(self._pages, space, self._chunk_bytes)
             _log.info("kvpool: the tier %s shares keyspace %s", self.tier_type, space.name)
         return self._chunks
 
@@ -127,7 +133,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
                     OffloadingEvent(keys=keys, medium=Medium.STORAGE, removed=False, locality=self.locality)
                 )
             results.append(
-                JobResult(
+                job_result(
+                    JobResult,
                     job_id=job.job_id,
                     success=job.success,
                     successful_keys=[OffloadKey(key) for key in job.loaded] if job.is_load else None,

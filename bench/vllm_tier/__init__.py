@@ -1,0 +1,1 @@
+"""kvpool's tier below vLLM's offloading, beside vLLM's own file tier, no tier, and memcpy."""

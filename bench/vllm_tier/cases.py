@@ -1,0 +1,64 @@
+"""From samples to the named cases of bench/results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.vllm_gpu.samples import Samples
+
+Case = dict[str, Any]
+
+
+def cases(samples: Samples) -> dict[str, Case]:
+    """All cases that the samples suffice for, as medians; of `press` of paired runs. limit, least: of the ratio."""
+    found: dict[str, Case] = {}
+
+    def add(name: str, unit: str, value: float | None, baseline: float | None, **bounds: float) -> None:
+        if value is not None:
+            found[name] = {
+                "value": round(value, 2),
+                "unit": unit,
+                "baseline": None if baseline is None else round(baseline, 2),
+                "ratio": round(value / baseline, 3) if baseline else None,
+                **bounds,
+            }
+
+    for tokens in samples.keys("ttft computed"):
+        computed = samples.median("ttft computed", "tiering", key=tokens)
+        add(
+            f"ttft {tokens} computed with the tier", "ms", samples.median("ttft computed", "tier", key=tokens), computed
+        )
+        memory = samples.median("ttft from memory", "tier", key=tokens)
+        add(f"ttft {tokens} from the pool's memory", "ms", memory, computed, limit=0.25)
+    for tokens in samples.keys("ttft from disk"):
+        files = samples.median("ttft from disk", "fs", key=tokens)
+        disk = samples.median("ttft from disk", "tier", key=tokens)
+        add(f"ttft {tokens} from the pool's disk", "ms", disk, files, limit=0.7)
+    for place, kind in (("memory", "tier"), ("disk", "tier"), ("disk", "fs")):
+        shares = samples.values(f"share from {place}", kind)
+        add(f"least share loaded from {place}, {kind}", "share", min(shares, default=None), 1.0)
+    for other in samples.kinds("press"):
+        ratio = samples.paired("press", "tier", other)
+        if other == "tier" or ratio is None:
+            continue
+        bounds = {"least": 0.99} if other == "tiering" else {}
+        add(
+            f"press beside {other}",
+            "tokens/s",
+            samples.median("press", "tier"),
+            samples.median("press", other),
+            **bounds,
+        )
+        found[f"press beside {other}"] |= {"ratio": round(ratio, 3), "runs": len(samples.values("press", "tier"))}
+        for number in samples.keys("press round"):
+            values = (samples.median("press round", kind, key=number) for kind in ("tier", other))
+            add(f"press beside {other}, round {number}", "tokens/s", *values)
+    memcpy = samples.median("memcpy", "none")
+    for name in ("store", "load from memory"):
+        add(name, "GB/s", samples.median(name, "tier"), memcpy)
+    for name in ("store", "load from disk"):
+        add(f"{name} beside the file tier", "GB/s", samples.median(name, "tier"), samples.median(name, "fs"))
+    equal, unequal = (sum(samples.values(f"blocks {what}", "tier")) for what in ("equal", "unequal"))
+    if equal + unequal:
+        add("right bytes", "blocks", equal, equal + unequal, least=1.0)
+    return found

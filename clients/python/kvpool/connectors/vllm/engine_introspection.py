@@ -1,0 +1,179 @@
+"""Reads vLLM's configuration, and the vLLM objects that call a connector."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from kvpool.connectors.vllm.settings import LAYOUT_BLOCK_MAJOR, LAYOUT_NONE, VllmSettings
+
+_NO_VERSION = "default"  # what vLLM has until it is given one
+_MODEL_RUNNER_STEP = "execute_model"  # the name of the method, of all of vLLM's model runners and workers
+_STEP_POLL_S = 0.001
+_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")  # methods of speculation that write no KV
+
+
+def outer_config(vllm_config: Any) -> Any:
+    """Return vLLM's own configuration, of which MultiConnector gives its children modified copies.
+
+    MultiConnector does not pass the original on: it is read from MultiConnector's frame on the stack, which is creating
+    the child or calling its class. Returns `vllm_config` for a connector that is not a child.
+    """
+    outermost, frame = vllm_config, inspect.currentframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).endswith(".kv_connector.v1.multi_connector"):
+            outermost = frame.f_locals.get("vllm_config", outermost)
+        frame = frame.f_back
+    return outermost
+
+
+def loads_wait_for_work(vllm_config: Any, outer: Any) -> bool:
+    """Whether GPU work launched earlier may write to the blocks of a load that starts now.
+
+    It cannot if a step is scheduled only after the previous one has ended, or if vLLM defers freeing blocks until no
+    running step writes to them (`defer_block_free`: with overlapping steps and a connector that loads). But drafters
+    may write after what vLLM takes as the end of a step.
+    """
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.method not in _WITHOUT_KV:
+        return True
+    return bool(vllm_config.max_concurrent_batches > 1 and not outer.kv_transfer_config.is_kv_consumer)
+
+
+def zeroes_loaded_blocks(kv_cache_config: Any, connector: type) -> bool:
+    """Whether vLLM zeroes the blocks of a load on the GPU in the step that starts the load.
+
+    vLLM 0.31 does so for models with recurrent state. Since 0.32 it asks the connector which groups are loaded, and
+    skips their blocks.
+    """
+    zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    return zeroes and not hasattr(connector, "get_loaded_kv_cache_group_ids")
+
+
+def required_kv_cache_layout(settings: VllmSettings, vllm_config: Any, outer: Any) -> str | None:
+    """Return the KV cache layout to request from vLLM; None leaves the choice to vLLM.
+
+    In a block-major layout a page of all heads is one contiguous run per block, which copy engines move at link speed.
+    Children of a MultiConnector that request different layouts stop vLLM, so a child requests one only if configured.
+    """
+    if settings.kv_cache_layout:
+        return None if settings.kv_cache_layout == LAYOUT_NONE else settings.kv_cache_layout
+    on_gpu = str(vllm_config.device_config.device_type) == "cuda"
+    # Beside recurrent state blocks of KV are large: backends may have to split them, which they cannot in this layout.
+    recurrent = getattr(getattr(vllm_config, "model_config", None), "is_hybrid", False)
+    return LAYOUT_BLOCK_MAJOR if on_gpu and outer is vllm_config and not recurrent else None
+
+
+class StepStart:
+    """Tells whether the connector has been notified of every step that may have written to KV blocks.
+
+    Model runner V2 zeroes the new blocks of a step, and copies into them, before it calls `handle_preemptions`: a block
+    that was read in between may hold another request's data. The stack of the thread that executes the model shows
+    whether a step is in that phase. Waiting for the next `handle_preemptions` instead would not work: an idle engine
+    makes none.
+    """
+
+    def __init__(self) -> None:
+        self._thread = 0  # that executes the model
+        self._steps = 0
+        self._under_way = False
+        self._recognized = True  # whether a step can be told from the stack of its thread
+
+    def step_begins(self) -> None:
+        """Called by `handle_preemptions`, on its thread, after what the step writes to has been noted."""
+        self._recognized = _executes_model(inspect.currentframe())
+        self._thread, self._under_way = threading.get_ident(), True
+        self._steps += 1
+
+    def step_ends(self) -> None:
+        """Called after the step's work has been launched."""
+        self._under_way = False
+
+    async def passed(self) -> None:
+        """Return once the connector has been notified of all steps that had begun before the call. Runs on any event
+        loop."""
+        steps = self._steps
+        while not self._is_known() and steps == self._steps:  # noqa: ASYNC110  a stack has no event
+            await asyncio.sleep(_STEP_POLL_S)
+
+    def _is_known(self) -> bool:
+        if self._under_way or not self._steps:
+            return True
+        return self._recognized and not _executes_model(sys._current_frames().get(self._thread))
+
+
+def _executes_model(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == _MODEL_RUNNER_STEP:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class WeightVersion:
+    """Version of the engine's weights as given to vLLM (`finish_weight_update`). Lives in the engine core's process.
+
+    vLLM keeps it in its engine core, which is not passed to connectors: it is found among the callers of a connector.
+    """
+
+    def __init__(self) -> None:
+        self._core: weakref.ref[Any] | None = None
+
+    def find_engine_core(self) -> None:
+        """Look for the engine core on the stack. Call it from a method that the engine core calls."""
+        frame = inspect.currentframe() if self._core is None else None
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if hasattr(type(caller), "get_weight_version") and hasattr(caller, "scheduler"):
+                self._core = weakref.ref(caller)
+                return
+            frame = frame.f_back
+
+    def __call__(self) -> str | None:
+        """Return the version; None if the engine core is not known."""
+        core = self._core() if self._core is not None else None
+        return core.get_weight_version() if core is not None else None
+
+
+class WeightsEpoch:
+    """Bytes mixed into chunk hashes so that KV of different weights never matches. Empty for the initial weights.
+
+    Engines with the same weight version share. After a reset without a new version the weights may be any: then the
+    engine shares with no other.
+    """
+
+    def __init__(self, version: Callable[[], str | None]) -> None:
+        """version: returns None or "default" while no version has been given."""
+        self._version = version
+        self._reset_at: str | None = None  # the version then
+        self._random = b""
+        self._hashed: tuple[str, bytes] = ("", b"")
+
+    def reset(self) -> None:
+        """The weights may change now, or when the version changes."""
+        self._reset_at, self._random = self._version(), secrets.token_bytes(16)
+
+    def epoch(self) -> bytes:
+        """Return the epoch of the current weights: 16 bytes or empty."""
+        version = self._version()
+        if version in (None, _NO_VERSION):
+            return self._random
+        if self._random and version == self._reset_at:
+            return self._random
+        if version != self._hashed[0]:
+            self._hashed = version, hashlib.blake2b(version.encode(), digest_size=16, person=b"weight version").digest()
+        return self._hashed[1]
+
+    def shared_with(self) -> str:
+        """Return for the log with whom the engine shares."""
+        if self.epoch() == self._random:
+            return "with no other until it is given a weight version or started again"
+        return f"with those of weight version {self._version()}"

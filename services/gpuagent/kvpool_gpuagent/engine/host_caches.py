@@ -1,0 +1,91 @@
+"""GPU caches of the host as sources of loads: what other ranks have announced, looked up and pulled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.core.cancel import CancelToken
+from kvpool.core.chunks import HASH_BYTES, ChunkRange
+from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed
+from kvpool_gpuagent.core.cached_chunks import HeldChunks, PulledChunks, Share, SourceName, covering
+from kvpool_gpuagent.engine.peers import PeerPulls
+from kvpool_gpuagent.engine.session import EngineSession
+from kvpool_gpuagent.ports import PeerAgents
+
+_log = logging.getLogger(__name__)
+
+_MAX_OUT_OF_REACH = 1024
+FIND_TIMEOUT_S = 0.02  # of other agents of the host: a match waits for them
+
+
+class HostCaches:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self, sessions: Callable[[], Sequence[EngineSession]], agents: PeerAgents | None, pulls: PeerPulls
+    ) -> None:
+        """sessions: of this agent. agents: of this host; None where no other is ever asked."""
+        self._sessions, self._agents, self._pulls = sessions, agents, pulls
+        self._out_of_reach: set[SourceName] = set()  # no link leads there, or their memory cannot be mapped
+
+    def held(self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes) -> list[HeldChunks]:
+        """Return what caches of this agent's sessions hold, but for those of this engine."""
+        hashes = [chunk_hashes[start : start + HASH_BYTES] for start in range(0, len(chunk_hashes), HASH_BYTES)]
+        held: list[HeldChunks] = []
+        for session in self._sessions():
+            if session.cached is None or not session.is_open or session.rank.keyspace != keyspace:
+                continue
+            if session.engine_id == engine_id:
+                continue
+            found, layout = session.cached.find(hashes), session.rank.layout
+            if found.positions.size:
+                one = HeldChunks(
+                    source=SourceName(session.session_id, ""),
+                    layers=layout.layer_range,
+                    heads=layout.head_range,
+                    scales=bool(layout.layers[0].scales),
+                    found=found,
+                )
+                held.append(one)
+        return held
+
+    async def find(self, session: EngineSession, chunk_hashes: bytes) -> npt.NDArray[np.bool_]:
+        """Return which chunks a session could pull whole. Never raises."""
+        complete, _ = await self._covering(session, chunk_hashes)
+        return complete
+
+    async def pull(
+        self, session: EngineSession, span: ChunkRange, stop: CancelToken, ends_at_s: float
+    ) -> PulledChunks | None:
+        """Copy into a load's blocks what other ranks have of its chunks; None if that is nothing, or nothing came of
+        it. ends_at_s: of the load, on the loop's clock. Never raises; once it has returned nothing of it touches
+        the blocks."""
+        _, shares = await self._covering(session, span.chunk_hashes)
+        if not shares:
+            return None
+        try:
+            return await self._pulls.pull(session, span, shares, stop, ends_at_s)
+        except (NotServed, InvalidRequest) as error:  # also a GPU that this agent does not see, a handle it cannot open
+            if len(self._out_of_reach) > _MAX_OUT_OF_REACH:
+                self._out_of_reach.clear()
+            self._out_of_reach |= {share.held.source for share in shares}
+            _log.warning("caches of other ranks are out of reach, they are not asked again: %s", error)
+        except KvPoolError as error:
+            _log.info("chunks of other ranks' caches are loaded from elsewhere: %s", error)
+        except Exception:
+            _log.exception("a pull from other ranks' caches failed")
+        return None
+
+    async def _covering(self, session: EngineSession, chunk_hashes: bytes) -> tuple[npt.NDArray[np.bool_], list[Share]]:
+        rank = session.rank
+        held = self.held(rank.keyspace, chunk_hashes, session.engine_id)
+        if self._agents is not None:
+            held += await self._agents.find(rank.keyspace, chunk_hashes, session.engine_id, FIND_TIMEOUT_S)
+        held = [one for one in held if one.source not in self._out_of_reach]
+        layout = rank.layout
+        scales, chunk_count = bool(layout.layers[0].scales), len(chunk_hashes) // HASH_BYTES
+        return covering(held, layout.layer_range, layout.head_range, scales=scales, chunk_count=chunk_count)

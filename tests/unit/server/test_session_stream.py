@@ -1,0 +1,118 @@
+"""Session streams whose handler is cancelled by something other than the end of the session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from kvpool.core.errors import KvPoolError
+from kvpool.core.tracing import Span
+from kvpool.v1 import pagestore_pb2
+from kvpool_server.session_stream import End, Role, SessionRules, SessionStream
+from tests.fixtures.patience import PATIENCE_S
+
+ROLES = {"open": Role.OPEN, "reserve": Role.REQUEST, "heartbeat": Role.HEARTBEAT, "close": Role.CLOSE}
+RULES = SessionRules(
+    roles=ROLES, response=pagestore_pb2.SessionResponse, requests_max=4, heartbeat_s=PATIENCE_S, cancels_requests=True
+)
+
+
+class NotedSpan(Span):
+    def __init__(self) -> None:
+        self.failures: list[KvPoolError | str] = []
+
+    def fail(self, error: KvPoolError | str) -> None:
+        self.failures.append(error)
+
+
+class Handler:
+    """What `at` names waits for something that is cancelled, as a call is when its channel is closed."""
+
+    def __init__(self, at: str) -> None:
+        self.at, self.noted, self.ends = at, NotedSpan(), list[End]()
+
+    async def _wait(self, at: str) -> None:
+        if at == self.at:
+            waited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waited.cancel()
+            await waited
+
+    async def open(self, request: Any, send: Callable[[Any], None]) -> None:
+        await self._wait("open")
+        opened = pagestore_pb2.SessionResponse()
+        opened.opened.SetInParent()
+        send(opened)
+
+    def handle_now(self, request: Any) -> Any:
+        raise NotImplementedError
+
+    async def handle(self, request: Any, send: Callable[[Any], None], span: Span) -> Any:
+        await self._wait("handle")
+        raise NotImplementedError
+
+    def refused(self, request: Any) -> None:
+        raise NotImplementedError
+
+    def span(self, request: Any) -> Span:
+        return self.noted
+
+    async def ended(self) -> KvPoolError:
+        await asyncio.Event().wait()
+        raise NotImplementedError
+
+    async def end(self, end: End) -> None:
+        self.ends.append(end)
+
+
+def message(request_id: int, kind: str) -> pagestore_pb2.SessionRequest:
+    request = pagestore_pb2.SessionRequest(request_id=request_id)
+    getattr(request, kind).SetInParent()
+    return request
+
+
+class Peer:
+    """Sends each message once the one before has been answered."""
+
+    def __init__(self, *messages: pagestore_pb2.SessionRequest) -> None:
+        self._messages = messages
+        self._answered = asyncio.Semaphore(1)
+        self.answers: list[pagestore_pb2.SessionResponse] = []
+
+    async def messages(self) -> AsyncIterator[pagestore_pb2.SessionRequest]:
+        for each in self._messages:
+            await self._answered.acquire()
+            yield each
+        await asyncio.Event().wait()
+
+    async def write(self, answer: pagestore_pb2.SessionResponse) -> None:
+        self.answers.append(answer)
+        self._answered.release()
+
+
+async def test_a_request_whose_call_was_cancelled_under_it_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    handler = Handler("handle")
+    peer = Peer(message(1, "open"), message(2, "reserve"), message(3, "close"))
+    async with asyncio.timeout(PATIENCE_S):
+        await SessionStream(RULES, handler).serve(peer.messages(), peer.write)
+    assert [(each.request_id, each.WhichOneof("kind")) for each in peer.answers] == [
+        (1, "opened"),
+        (2, "error"),
+        (0, "closed"),
+    ]
+    assert "internal error" in peer.answers[1].error.message
+    assert len(handler.noted.failures) == 1
+    assert "a request failed" in caplog.text
+    assert [end.error for end in handler.ends] == [None]
+
+
+async def test_a_session_whose_opening_was_cancelled_under_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    handler = Handler("open")
+    peer = Peer(message(1, "open"))
+    with pytest.raises(KvPoolError, match="internal error"):
+        async with asyncio.timeout(PATIENCE_S):
+            await SessionStream(RULES, handler).serve(peer.messages(), peer.write)
+    assert "a session could not be opened" in caplog.text
+    assert len(handler.ends) == 1
