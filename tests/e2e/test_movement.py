@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,10 @@ class Fleet:
         ids = await self.nodes_with(number)
         return tuple(source(store) for store in self.stores if store.ready["node_id"] in ids)
 
+    async def sources_of(self, numbers: Sequence[int]) -> dict[int, tuple[RemoteSource, ...]]:
+        """`sources` of each."""
+        return dict(zip(numbers, await asyncio.gather(*(self.sources(one) for one in numbers)), strict=True))
+
     async def nodes_of(self, numbers: Sequence[int]) -> list[set[str]]:
         """`nodes_with` of each."""
         return await asyncio.gather(*(self.nodes_with(number) for number in numbers))
@@ -136,15 +141,21 @@ async def fleet(tmp_path: Path, lease_ttl_ms: int = LEASE_TTL_MS) -> AsyncIterat
 
 
 async def hits(reader: PageStoreSession, numbers: range, sources: Mapping[int, tuple[RemoteSource, ...]]) -> int:
-    """How many of the pages a reader gets, verified; those that it does not get are listed on stderr."""
+    """How many of the pages a reader gets, verified; those that it does not get are listed on stderr.
+
+    sources: of each page. Pages that follow each other are read together if they have the same ones: a group need not
+    be in one place, as members may have come while it was copied.
+    """
     found = 0
     for start in range(numbers.start, numbers.stop, BATCH):
         part = range(start, min(numbers.stop, start + BATCH))
-        results = await read(reader, part, *sources[start])
-        found += sum(one.slot is not None for one in results)
-        for number, one in zip(part, results, strict=True):
-            if one.slot is None:
-                print(f"page {number}: {one.error!r} of {sources[start]}", file=sys.stderr)
+        for places, run in groupby(part, key=sources.__getitem__):
+            pages = list(run)
+            results = await read(reader, range(pages[0], pages[-1] + 1), *places)
+            found += sum(one.slot is not None for one in results)
+            for number, one in zip(pages, results, strict=True):
+                if one.slot is None:
+                    print(f"page {number}: {one.error!r} of {places}", file=sys.stderr)
     return found
 
 
@@ -160,7 +171,7 @@ async def test_two_copies_survive_the_loss_of_either_without_a_miss(tmp_path: Pa
 
         async def all_are_named() -> bool:
             """Of a node that lives; this machine may stand still for as long as a lease."""
-            sources.update({number: await cluster.sources(number) for number in range(0, NUMBERS.stop, BATCH)})
+            sources.update(await cluster.sources_of(NUMBERS))
             lost = bytes.fromhex(first.ready["node_id"])
             return all({one.node_id for one in found} - {lost} for found in sources.values())
 
@@ -210,7 +221,7 @@ async def test_a_drain_under_load_loses_nothing(tmp_path: Path) -> None:
         assert (await cluster.control(first).status()).draining
         first.kill()
         elsewhere = await cluster.session(cluster.start())
-        sources = {number: await cluster.sources(number) for number in range(0, NUMBERS.stop, BATCH)}
+        sources = await cluster.sources_of(NUMBERS)
         for _ in range(int(PATIENCE_S)):  # a node whose arena is full of what the writer left cannot read at first
             if (found := await hits(elsewhere, NUMBERS, sources)) == len(NUMBERS):
                 break
@@ -263,7 +274,7 @@ async def test_a_source_that_is_stopped_is_overtaken_by_another(tmp_path: Path) 
         reader = await cluster.session(cluster.start("--hedge-ms", "100", "--pull-timeout-ms", "600000"))
         os.kill(first.child.pid, signal.SIGSTOP)
         try:
-            sources = {number: (source(first), source(second)) for number in range(0, NUMBERS.stop, BATCH)}
+            sources = dict.fromkeys(NUMBERS, (source(first), source(second)))
             # The deadline of a pull is longer than the patience of the reader.
             assert await hits(reader, NUMBERS[: 2 * BATCH], sources) == 2 * BATCH
         finally:
@@ -277,7 +288,7 @@ async def test_a_source_that_dies_in_the_middle_costs_only_what_had_not_come(tmp
         await cluster.fill(first)
         await eventually(lambda: cluster.copies(NUMBERS, 2))
         reader = await cluster.session(cluster.start())
-        sources = {number: (source(first), source(second)) for number in range(0, NUMBERS.stop, BATCH)}
+        sources = dict.fromkeys(NUMBERS, (source(first), source(second)))
         reading = asyncio.ensure_future(hits(reader, NUMBERS, sources))
         await eventually(lambda: cluster.nodes_with(0, Tier.STAGING))
         first.kill()
