@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.vllm_gpu.about import about
 from bench.vllm_gpu.cases import cases
-from bench.vllm_gpu.engines import EngineOptions
+from bench.vllm_gpu.engines import SHAPES, EngineOptions
 from bench.vllm_gpu.phases import PHASES, Plan
 from bench.vllm_gpu.samples import Collected, Recorder, Sample, Samples
 
@@ -63,9 +63,14 @@ LISTS = {
         Step("beside", "beside --kinds plain", 130),
     ],
     "two-gpus": [  # `kvpool cluster up --agents 2`, and `--agent auto:DIRECTORY`
-        Step("ranks", "ranks --count 2 --prefix-tokens 2048", 380),
+        Step("pull", "pull --lengths 2048,8192,16384 --count 4 --runs 3", 110),
         Step("copies", "copies --kinds plain", 20),
-        Step("pull", "pull --lengths 2048,8192,16384 --count 4 --runs 3", 140),
+        Step("two-engines", "two-engines --runs 3", 130),
+        Step("ranks", "ranks --count 2 --prefix-tokens 2048 --eager", 260),
+    ],
+    "hybrid": [  # with `--shape windows --lengths 16384` and `--shape states --lengths 16448`
+        Step("ttft", "ttft --kinds plain,kvpool --count 4 --runs 5", 150),
+        Step("load", "load --kinds kvpool --count 4", 60),
     ],
     "cpu": [
         Step("bytes", "bytes --kinds kvpool --rounds 2 --prefixes 24", 150),
@@ -100,7 +105,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "phase",
         help="all, or one of: ttft load press decode bytes zeroed timeline store-rate beside layouts kills ranks "
-        "pull copies",
+        "pull two-engines copies",
     )
     parser.add_argument("--list", choices=LISTS, default="quick", help="of phases, for `all`")
     parser.add_argument("--only", default="", help="of the list: names with commas between")
@@ -109,7 +114,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", "--kind", default="kvpool", help="of engines, with commas between")
     parser.add_argument("--agent", default="", help="endpoint, unix:/path")
     parser.add_argument("--root", type=Path, default=Path("/tmp/vllm-gpu-model"), help="where the model's config goes")
-    parser.add_argument("--shape", default="8b", choices=("8b", "tiny"))
+    parser.add_argument("--shape", default="8b", choices=tuple(SHAPES))
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, for a quick try")
     parser.add_argument("--extra", default="{}", help="more of kv_connector_extra_config, JSON")
     parser.add_argument("--blocks", type=int, default=8400, help="of the GPU's cache, 16 tokens each")

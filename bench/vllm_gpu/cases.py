@@ -89,6 +89,8 @@ def _decode(samples: Samples, found: dict[str, Case]) -> None:
     paired = samples.paired("decode", "kvpool", "plain")
     if paired is not None:
         found["decode"] |= {"ratio": round(paired, 3), "runs": len(samples.values("decode", "kvpool"))}
+    tokens = (samples.median("cache tokens", kind) for kind in ("kvpool", "plain"))
+    _case(found, "KV cache", *tokens, "tokens", least=0.99)
     left_out = samples.values("counter failed_store_chunks", "kvpool")
     if left_out:
         _case(
@@ -169,6 +171,9 @@ def _pull(samples: Samples, found: dict[str, Case]) -> None:
         pulled, computed = (samples.median(name, "reader", key=tokens) for name in ("pull ttft", "pull computed"))
         _case(found, f"pull {tokens}", pulled, computed, "ms", limit=0.1 if tokens >= 16384 else None)
         _case(found, f"pull {tokens} share", samples.median("pull share", "reader", key=tokens), 1.0, "share")
+    for number in samples.keys("two engines press"):
+        both, one = (samples.median(name, "kvpool", key=number) for name in ("two engines press", "one engine press"))
+        _case(found, f"press of two engines round {number}", both, one, "tokens/s", least=1.8)
     beside, alone = (samples.median(name, "kvpool") for name in ("pull decode", "pull decode alone"))
     _case(found, "decode of a source", beside, alone, "tokens/s", least=0.97)
     for layout in samples.kinds("peer pull"):

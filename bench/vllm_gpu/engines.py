@@ -41,6 +41,56 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "vocab_size": 128256,
     },
+    # Gemma 3 12B: every sixth layer keeps all tokens, the others a window.
+    "windows": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "vocab_size": 262208,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 1024,
+        "layer_types": ["full_attention" if number % 6 == 5 else "sliding_attention" for number in range(48)],
+        "tie_word_embeddings": True,
+    },
+    # Granite 4 Micro: four layers of attention, 36 with recurrent state (Mamba 2).
+    "states": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "shared_intermediate_size": 8192,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 100352,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_n_heads": 64,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "layer_types": ["attention" if number in (5, 15, 25, 35) else "mamba" for number in range(40)],
+        "position_embedding_type": "nope",
+        "embedding_multiplier": 12,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8,
+    },
+}
+# Of models whose layers do not all keep the same tokens: their engines' arguments, and tokens of a chunk. vLLM makes as
+# many blocks as the memory holds, with each kind of engine alike.
+HYBRIDS: dict[str, tuple[dict[str, Any], int]] = {
+    "windows": ({}, 128),
+    "states": ({"block_size": 1024, "mamba_cache_mode": "align", "enable_prefix_caching": True}, 1024),
 }
 
 
@@ -66,7 +116,7 @@ class EngineOptions:
 
     @property
     def token_bytes(self) -> int:
-        """KV of one token in bf16."""
+        """KV of one token in bf16, if all layers kept it."""
         shape = SHAPES[self.shape]
         return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 2)
 
@@ -152,6 +202,12 @@ class Engine:
         answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
         return answers
 
+    @property
+    def cache_tokens(self) -> int:
+        """What its KV cache holds of a model all of whose layers keep all tokens."""
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return int(cache.num_gpu_blocks) * int(cache.block_size)
+
     def close(self) -> None:
         """End its processes."""
         self._llm.llm_engine.engine_core.shutdown()
@@ -221,9 +277,10 @@ def _start(kind: str, options: EngineOptions) -> Any:
         "disable_log_stats": False,
         "generation_config": "vllm",
         "async_scheduling": True,
-        "num_gpu_blocks_override": blocks,
         "worker_extension_cls": WORKER,
     }
+    more, chunk_tokens = HYBRIDS.get(options.shape, ({"num_gpu_blocks_override": blocks}, 0))
+    arguments |= more
     if os.environ.get("BENCH_VLLM_DEVICE") != "cpu":
         arguments["gpu_memory_utilization"] = options.memory_share
         arguments["kv_cache_memory_bytes"] = blocks * BLOCK_TOKENS * options.token_bytes
@@ -236,6 +293,7 @@ def _start(kind: str, options: EngineOptions) -> Any:
                 "agent": options.agent,
                 "model_id": f"dummy-{options.shape}",
                 "model_revision": options.revision,
+                **({"chunk_tokens": chunk_tokens} if chunk_tokens else {}),
                 **options.extra,
             },
         }
@@ -278,7 +336,6 @@ def _model_directory(options: EngineOptions) -> str:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **SHAPES[options.shape],
         "max_position_embeddings": 65536,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
@@ -287,6 +344,7 @@ def _model_directory(options: EngineOptions) -> str:
         "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": False,
+        **SHAPES[options.shape],
     }
     (root / "config.json").write_text(json.dumps(config))
     return str(root)

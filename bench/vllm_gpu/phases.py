@@ -63,6 +63,8 @@ def run_ttft(plan: Plan, record: Recorder) -> None:
     """
     engines = start_all(plan.kinds, plan.options)
     _note_memcpy(engines, record)
+    for kind, engine in engines.items():
+        record.add("cache tokens", kind, engine.cache_tokens)
     computing = [kind for kind in plan.kinds if kind != "reader"]
     _decode(plan, engines, record)  # its chunks are the oldest: `load` must find the prompts
     for number in reversed(range(plan.count)):

@@ -9,12 +9,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from bench.vllm_gpu.engines import Engine, EngineOptions, prompt
-from bench.vllm_gpu.phases import Plan, head, tail
+from bench.vllm_gpu.phases import Load, Plan, head, tail
 from bench.vllm_gpu.samples import Recorder
 
 GPUS = 2
@@ -91,6 +92,35 @@ def run_ranks(plan: Plan, record: Recorder) -> None:
                     record.add(f"ranks {verdict}", name, sum(count[verdict] for count in counts))
 
 
+def run_two_engines(plan: Plan, record: Recorder) -> None:
+    """`press` by one engine while the other does nothing, each in turn, and by both at once. All prefixes are new."""
+    need_gpus("two-engines")
+    engines = [Engine(kind, replace(plan.options, gpus=gpus)) for kind, gpus in (("kvpool", "0"), ("reader", "1"))]
+    for engine in engines:
+        engine.warm()
+    load = Load(plan.concurrency[0])
+    for run in range(plan.runs):
+        for name, pressed in (("one engine", [engines[run % GPUS]]), ("two engines", engines)):
+            first = 680_000_000 + 1_000_000 * plan.salt + 1_000 * run + 500 * (len(pressed) - 1)
+            heads = [
+                [prompt(plan.prefix_tokens, first + 100 * place + number) for number in range(plan.prefixes)]
+                for place in range(len(pressed))
+            ]
+            for number in range(plan.rounds):
+                prompts = [
+                    [prefix + tail(plan, 100 * place, number, 17) for place, prefix in enumerate(each)]
+                    for each in heads
+                ]
+                tokens = sum(len(one) for each in prompts for one in each)
+                began_s = time.perf_counter()
+                with ThreadPoolExecutor(len(pressed)) as threads:
+                    cached = sum(threads.map(load.ask, pressed, prompts))
+                rate = tokens / (time.perf_counter() - began_s)
+                share = round(cached / tokens, 3)
+                record.add(f"{name} press", "kvpool", rate, key=number + 1, run=run, cached=share)
+                time.sleep(_SETTLE_S / 3)  # stores go on behind the last answer
+
+
 def run_pull(plan: Plan, record: Recorder) -> None:
     """A prefix that only the other engine's GPU has: the pool stores nothing. Then the source's decode, alone and while
     it is copied from all the time."""
@@ -150,4 +180,8 @@ def _call(engines: list[Engine], method: str, *arguments: Any) -> list[Any]:
     return [answer for engine in engines for answer in engine.call_all(method, *arguments)]
 
 
-PHASES: dict[str, Callable[[Plan, Recorder], None]] = {"ranks": run_ranks, "pull": run_pull}
+PHASES: dict[str, Callable[[Plan, Recorder], None]] = {
+    "ranks": run_ranks,
+    "two-engines": run_two_engines,
+    "pull": run_pull,
+}

@@ -103,7 +103,11 @@ def test_ranks_are_held_to_equal_bytes_and_pulls_to_a_tenth_of_computing() -> No
     for key, rate in ((4, 355.0), (1, 310.0)):
         samples.append(Sample(name="peer pull", kind="MLA", value=rate, key=key))
         samples += [Sample(name="memcpy between GPUs", kind="MLA", value=value, key=key) for value in (370.0, 390.0)]
+    for name, rate in (("two engines", 90.0), ("one engine", 50.0)):
+        samples.append(Sample(name=f"{name} press", kind="kvpool", value=rate, key=2))
     found = cases(Samples(samples), TOKEN_BYTES)
+    two = found["press of two engines round 2"]
+    assert (two["ratio"], two["least"]) == (1.8, 1.8)
     right = found["right bytes of ranks tp2"]
     assert (right["ratio"], right["least"], right["not_compared"]) == (0.99, 1.0, 3)
     assert found["loaded by ranks tp2"]["value"] == 0.5
@@ -113,3 +117,8 @@ def test_ranks_are_held_to_equal_bytes_and_pulls_to_a_tenth_of_computing() -> No
     four, alone = (found[f"MLA, peer pull, 512 MiB x {count}"] for count in (4, 1))
     assert (four["ratio"], four["least"]) == (0.934, 0.93)
     assert (alone["ratio"], alone["least"]) == (0.816, 0.85)
+
+
+def test_a_connector_must_not_cost_an_engine_its_cache() -> None:
+    found = cases(Samples(of({("cache tokens", "plain"): [1000], ("cache tokens", "kvpool"): [985]})), TOKEN_BYTES)
+    assert (found["KV cache"]["ratio"], found["KV cache"]["least"]) == (0.985, 0.99)
