@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cli_cluster import Cluster
-from tests.vllm.engine import VLLM_PYTHON_VARIABLE, Engine, Engines, agent_of
+from tests.vllm.engine import DEVICE, VLLM_PYTHON_VARIABLE, Engine, Engines, agent_of
 from tests.vllm.models import make_model
 
 collect_ignore_glob = [] if os.environ.get(VLLM_PYTHON_VARIABLE) else ["test_*.py"]
@@ -33,7 +33,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One host: a pagestore and an agent, an index and its Redis."""
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
-    cluster.run("cluster", "up", "--detach", "--arena-bytes", "256MiB", "--disk-bytes", "512MiB")
+    sizes = ("--arena-bytes", "256MiB", "--disk-bytes", "512MiB")
+    cluster.run("cluster", "up", "--detach", *sizes, *(("--device", "cuda") if DEVICE == "cuda" else ()))
     yield cluster
     cluster.run("cluster", "down")
 

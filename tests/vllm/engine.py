@@ -22,6 +22,7 @@ from tests.e2e.cli_cluster import Cluster
 from tests.vllm.models import VOCABULARY
 
 VLLM_PYTHON_VARIABLE = "KVPOOL_VLLM_PYTHON"  # the interpreter that has vLLM
+DEVICE = os.environ.get("KVPOOL_VLLM_DEVICE", "cpu")  # "cuda": the interpreter has vLLM for CUDA
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHUNK = 128
 # Of kvpool in tests: what is in the pool is loaded, however busy the machine is.
@@ -61,7 +62,9 @@ class Engines:
     def __init__(self, model: Path, *, model_runner_v2: bool = False) -> None:
         """model_runner_v2: vLLM's default on GPUs. On a CPU it needs Triton's interpreter."""
         self._model, self._started = model, 0
-        runner = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"} if model_runner_v2 else {}
+        runner = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if model_runner_v2 else {}
+        if model_runner_v2 and DEVICE != "cuda":
+            runner["TRITON_INTERPRET"] = "1"
         self._run_dir = tempfile.TemporaryDirectory(prefix="kvpool-vllm-")  # a socket's path must be short
         self._socket = Path(self._run_dir.name) / "engines.sock"
         self._log = (model / "engines.log").open("w+b")
@@ -104,6 +107,7 @@ class Engines:
             "dtype": "float32",
             "block_size": 32,
             "num_gpu_blocks_override": 6144 // arguments.get("block_size", 32),
+            **({"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30} if DEVICE == "cuda" else {}),
             **arguments,
         }
         if agent:

@@ -21,12 +21,12 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+CUDA = os.environ.get("KVPOOL_VLLM_DEVICE") == "cuda"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    **({"VLLM_WORKER_MULTIPROC_METHOD": "fork"} if CUDA else CPU),
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -63,16 +63,26 @@ def _import_all() -> None:
     import vllm.model_executor.models.llama
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
-    import vllm.v1.executor.multiproc_executor
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.executor.multiproc_executor  # noqa: F401
     from vllm.distributed.device_communicators import shm_broadcast
+
+    import kvpool.connectors.vllm.connector  # noqa: F401
+
+    # vLLM's processes spin on sched_yield() for a second after each step. Several engines on two cores then held up
+    # every other process for seconds (up to 7, seen on Linux 6.18: ready to run, and not scheduled).
+    shm_broadcast.sched_yield = lambda: time.sleep(_SPIN_S)
+    if not CUDA:
+        _prepare_cpu_build()
+
+
+def _prepare_cpu_build() -> None:
+    """Have it fork, and take what its kernels can do and refuse what they cannot."""
+    import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    import kvpool.connectors.vllm.connector  # noqa: F401
 
     configure = CpuPlatform.check_and_update_config
 
@@ -83,9 +93,6 @@ def _import_all() -> None:
             vllm_config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = staticmethod(configure_to_fork)
-    # vLLM's processes spin on sched_yield() for a second after each step. Several engines on two cores then held up
-    # every other process for seconds (up to 7, seen on Linux 6.18: ready to run, and not scheduled).
-    shm_broadcast.sched_yield = lambda: time.sleep(_SPIN_S)
     # vLLM 0.32's CPU backend says that it has no blocks of 16 tokens, although its kernels do.
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
     # Its Mamba 2 layers promise checkpoints inside of a step, which its kernels do not make: the engine dies of it.

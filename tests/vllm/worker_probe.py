@@ -76,5 +76,5 @@ class WorkerProbe:
 
         digest = hashlib.blake2b(digest_size=16)
         for tensor in self.model_runner.kv_caches:
-            digest.update(tensor[block].contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor[block].contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return digest.hexdigest()
