@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.client.config import ClientConfig
@@ -89,6 +90,30 @@ async def test_an_agent_that_does_not_answer_is_not_asked_for_a_while(tmp_path: 
             return not agents._neighbours
 
         await eventually(is_gone)
+        await agents.close()
+
+
+class _WrongAgent(gpuagent_pb2_grpc.GpuAgentServiceServicer):
+    """Names chunks at these positions."""
+
+    def __init__(self, positions: list[int]) -> None:
+        self._positions = np.array(positions, dtype="<i8").tobytes()
+
+    async def FindCachedChunks(self, request: Any, context: Any) -> gpuagent_pb2.FindCachedChunksResponse:
+        held = gpuagent_pb2.CachedChunks(
+            session_id=b"s" * 16, positions=self._positions, block_ids=self._positions, generations=self._positions
+        )
+        return gpuagent_pb2.FindCachedChunksResponse(caches=[held])
+
+
+@pytest.mark.parametrize("positions", [[-1], [2], [1, 1], [1, 0], [2**63 - 2, -3], [0, 2**63 - 1, -(2**62), 1]])
+async def test_an_agent_that_names_other_chunks_than_those_asked_for_is_not_listened_to(
+    positions: list[int], tmp_path: Path
+) -> None:
+    add, path = gpuagent_pb2_grpc.add_GpuAgentServiceServicer_to_server, str(tmp_path / "socket")
+    async with serve(add, _WrongAgent(positions), f"unix:{path}"):  # type: ignore[abstract]
+        agents = GrpcPeerAgents(ClientConfig(), lambda: [path])
+        assert await agents.find(b"k" * 16, b"h" * 32, b"", PATIENCE_S) == []
         await agents.close()
 
 
