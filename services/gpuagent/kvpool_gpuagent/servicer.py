@@ -46,7 +46,8 @@ class SharedCaches:
             raise InvalidRequest("the first message of LendCache must be `borrow`")
         session = self._shareable(first.borrow)
         with session.share() as use:
-            await write(gpuagent_pb2.LendCacheResponse(lent=_lent(session)))
+            # A borrower that reads no answers must not keep the session from ending.
+            await until_cancelled(write(gpuagent_pb2.LendCacheResponse(lent=_lent(session))), use.stop)
             await _answer(requests, write, use, session.generations)
 
     def find(self, wanted: gpuagent_pb2.FindCachedChunksRequest) -> list[HeldChunks]:
@@ -87,8 +88,7 @@ async def _answer(requests: Requests, write: Write, use: CacheUse, generations: 
                 raise InvalidRequest(f"check.number must be > 0, got {check.number}")
             now = generations(int64s_from_bytes(check.block_ids, "check.block_ids"))
             alive = gpuagent_pb2.CacheAlive(number=check.number, generations=block_ids_to_bytes(now))
-            # A borrower that reads no answers must not keep the session from ending.
-            await until_cancelled(write(gpuagent_pb2.LendCacheResponse(alive=alive)), use.stop)
+            await until_cancelled(write(gpuagent_pb2.LendCacheResponse(alive=alive)), use.stop)  # as `lent`
             reading = asyncio.ensure_future(anext(requests, None))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RETURN_TIMEOUT_S):
