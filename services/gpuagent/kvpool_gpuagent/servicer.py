@@ -56,6 +56,9 @@ class SharedCaches:
         keyspace = check_id(wanted.keyspace_id, "keyspace_id")
         if len(wanted.chunk_hashes) % HASH_BYTES:
             raise InvalidRequest(f"chunk_hashes must be a multiple of {HASH_BYTES} bytes")
+        count, most = len(wanted.chunk_hashes) // HASH_BYTES, self._engine.config.max_request_chunks
+        if count > most:
+            raise InvalidRequest(f"a request names at most {most} chunks, got {count}")
         return self._engine.caches.held(keyspace, wanted.chunk_hashes, wanted.engine_id)
 
     def _check_tenant(self) -> None:

@@ -1528,7 +1528,7 @@ class FindCachedChunksRequest(_message.Message):
     keyspace_id: _builtins.bytes
     """16-byte keyspace id."""
     chunk_hashes: _builtins.bytes
-    """Concatenated 16-byte hashes."""
+    """Concatenated 16-byte hashes, of as many chunks as one match may name at most: see EngineReady.max_request_chunks."""
     engine_id: _builtins.bytes
     """Sessions of this engine are left out."""
     def __init__(
