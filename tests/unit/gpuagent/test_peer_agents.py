@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,22 @@ async def test_calls_at_once_all_wait_for_the_first_look_at_who_is_there(tmp_pat
 
         await asyncio.gather(one(), one(), one())
         assert (asked, looks) == ([1, 1, 1], [1])
+        await agents.close()
+
+
+async def test_a_directory_that_cannot_be_read_for_now_holds_up_no_call() -> None:
+    readable = threading.Event()
+
+    def beside() -> list[str]:
+        assert readable.wait(PATIENCE_S)
+        return []
+
+    agents = GrpcPeerAgents(ClientConfig(), beside)
+    try:
+        async with asyncio.timeout(PATIENCE_S / 2):
+            assert await agents.find(b"k" * 16, b"h" * 16, b"", 0.02) == []
+    finally:
+        readable.set()
         await agents.close()
 
 
