@@ -159,9 +159,17 @@ class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):
     async def LendCache(  # type: ignore[override]  # as EngineSession
         self, request_iterator: AsyncIterator[gpuagent_pb2.LendCacheRequest], context: Any
     ) -> None:
+        _check_local(context.peer())
         await self._lender.serve(request_iterator, context.write)
 
     async def FindCachedChunks(
         self, request: gpuagent_pb2.FindCachedChunksRequest, context: Any
     ) -> gpuagent_pb2.FindCachedChunksResponse:
+        _check_local(context.peer())
         return gpuagent_pb2.FindCachedChunksResponse(caches=map(held_to_proto, self._lender.find(request)))
+
+
+def _check_local(peer: str) -> None:
+    """Raises NotServed for a caller over TCP: who may open the socket may map the memory, and end sessions by name."""
+    if not peer.startswith("unix:"):
+        raise NotServed("caches are shared between agents of one host: call this on the agent's unix socket")
