@@ -342,8 +342,8 @@ class EngineSession:
             return None
         try:
             await passed(max(0.0, ends_at_s - asyncio.get_running_loop().time()))
-        except KvPoolError:
-            return None  # the rest of the load meets it, too
+        except Exception:
+            return None  # the rest of the load meets it, too, and says so
         return await self._caches.pull(self, span, stop, ends_at_s)
 
     async def lease(self, request_id: int, span: ChunkRange, hold_s: float, *, hold_only: bool = False) -> LeaseOutcome:
