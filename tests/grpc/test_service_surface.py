@@ -43,7 +43,7 @@ async def endpoints() -> AsyncIterator[dict[str, str]]:
                     "IndexService": index.endpoint,
                     "PageStoreService": store.endpoint,
                     "PageTransferService": store.node.bulk_endpoint,
-                    "GpuAgentService": agent.tcp_endpoint,
+                    "GpuAgentService": agent.endpoint,  # between agents there are calls that TCP does not serve
                 }
 
 

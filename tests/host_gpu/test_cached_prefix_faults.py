@@ -127,6 +127,21 @@ async def test_a_copy_comes_after_the_destinations_work() -> None:
         await eventually(lambda: rank.slots.free_count == 2)
 
 
+async def test_an_event_that_cannot_be_asked_fails_the_load_and_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with peer_host() as host:
+        _, rank = await two_ranks(host)
+
+        async def event_passed(slot: int) -> bool:
+            raise RuntimeError("the driver is gone")
+
+        cache = host.agents[0].engine.sessions[1]._cache
+        monkeypatch.setattr(cache, "event_passed", event_passed)
+        event = rank.record()
+        result = await rank.load(after=event)
+        assert result.loaded_chunks == 0 and result.failed_chunks == tuple(range(CHUNKS))
+        rank.finish(event)
+
+
 @pytest.mark.parametrize("ends", ["source", "cancelled", "time is up"])
 async def test_a_load_that_ends_before_its_copy_copies_nothing(ends: str) -> None:
     async with peer_host(2) as host:

@@ -279,6 +279,28 @@ async def test_a_malformed_announcement_is_refused_and_the_session_goes_on() -> 
         assert await rank.sources() == [(CHUNKS, "GPU")]
 
 
+async def test_an_announcement_of_more_chunks_than_a_request_may_have_is_refused() -> None:
+    async with peer_host(max_request_chunks=CHUNKS - 1) as host:
+        source = await host.rank(SPEC, presets.vllm_nhd_layout, block_count=16)
+        source.session._ready.max_request_chunks = CHUNKS  # as an engine that does not ask what may be
+        source.announce()
+        source.announce(PROMPT.hashes[:1], range(1))
+        await host.announced(1)
+        (session,) = host.agents[0].engine.sessions
+        assert session.cached is not None and len(session.cached) == 1
+
+
+async def test_many_chunks_are_announced_in_parts() -> None:
+    async with peer_host(max_request_chunks=CHUNKS - 1) as host:
+        source = await host.rank(SPEC, presets.vllm_nhd_layout, block_count=16)
+        source.announce()
+        await host.announced()
+        (session,) = host.agents[0].engine.sessions
+        assert session.cached is not None
+        found = session.cached.find(PROMPT.hashes)
+        assert found.block_ids.reshape(-1).tolist() == source.blocks_of(range(CHUNKS)).reshape(-1).tolist()
+
+
 async def test_a_match_without_an_index_finds_what_gpus_hold() -> None:
     async with peer_host(2) as host:
         _, rank = await two_ranks(host)

@@ -96,9 +96,11 @@ async def test_what_a_borrower_sends_that_does_not_fit_is_refused_by_name() -> N
             with pytest.raises(error, match=named):
                 await serve(host, *requests)
         wanted = gpuagent_pb2.FindCachedChunksRequest
+        keyspace, most = source.session.keyspace, host.agents[0].engine.config.max_request_chunks
         for request, named in (
             (wanted(keyspace_id=b"short"), "keyspace_id must be 16 bytes"),
-            (wanted(keyspace_id=source.session.keyspace, chunk_hashes=b"123"), "multiple of 16 bytes"),
+            (wanted(keyspace_id=keyspace, chunk_hashes=b"123"), "multiple of 16 bytes"),
+            (wanted(keyspace_id=keyspace, chunk_hashes=bytes(16 * (most + 1))), f"at most {most} chunks"),
         ):
             with pytest.raises(InvalidRequest, match=named):
                 SharedCaches(host.agents[0].engine, lambda: "default").find(request)

@@ -46,7 +46,8 @@ class SharedCaches:
             raise InvalidRequest("the first message of LendCache must be `borrow`")
         session = self._shareable(first.borrow)
         with session.share() as use:
-            await write(gpuagent_pb2.LendCacheResponse(lent=_lent(session)))
+            # A borrower that reads no answers must not keep the session from ending.
+            await until_cancelled(write(gpuagent_pb2.LendCacheResponse(lent=_lent(session))), use.stop)
             await _answer(requests, write, use, session.generations)
 
     def find(self, wanted: gpuagent_pb2.FindCachedChunksRequest) -> list[HeldChunks]:
@@ -55,6 +56,9 @@ class SharedCaches:
         keyspace = check_id(wanted.keyspace_id, "keyspace_id")
         if len(wanted.chunk_hashes) % HASH_BYTES:
             raise InvalidRequest(f"chunk_hashes must be a multiple of {HASH_BYTES} bytes")
+        count, most = len(wanted.chunk_hashes) // HASH_BYTES, self._engine.config.max_request_chunks
+        if count > most:
+            raise InvalidRequest(f"a request names at most {most} chunks, got {count}")
         return self._engine.caches.held(keyspace, wanted.chunk_hashes, wanted.engine_id)
 
     def _check_tenant(self) -> None:
@@ -87,8 +91,7 @@ async def _answer(requests: Requests, write: Write, use: CacheUse, generations: 
                 raise InvalidRequest(f"check.number must be > 0, got {check.number}")
             now = generations(int64s_from_bytes(check.block_ids, "check.block_ids"))
             alive = gpuagent_pb2.CacheAlive(number=check.number, generations=block_ids_to_bytes(now))
-            # A borrower that reads no answers must not keep the session from ending.
-            await until_cancelled(write(gpuagent_pb2.LendCacheResponse(alive=alive)), use.stop)
+            await until_cancelled(write(gpuagent_pb2.LendCacheResponse(alive=alive)), use.stop)  # as `lent`
             reading = asyncio.ensure_future(anext(requests, None))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RETURN_TIMEOUT_S):
@@ -156,9 +159,17 @@ class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):
     async def LendCache(  # type: ignore[override]  # as EngineSession
         self, request_iterator: AsyncIterator[gpuagent_pb2.LendCacheRequest], context: Any
     ) -> None:
+        _check_local(context.peer())
         await self._lender.serve(request_iterator, context.write)
 
     async def FindCachedChunks(
         self, request: gpuagent_pb2.FindCachedChunksRequest, context: Any
     ) -> gpuagent_pb2.FindCachedChunksResponse:
+        _check_local(context.peer())
         return gpuagent_pb2.FindCachedChunksResponse(caches=map(held_to_proto, self._lender.find(request)))
+
+
+def _check_local(peer: str) -> None:
+    """Raises NotServed for a caller over TCP: who may open the socket may map the memory, and end sessions by name."""
+    if not peer.startswith("unix:"):
+        raise NotServed("caches are shared between agents of one host: call this on the agent's unix socket")

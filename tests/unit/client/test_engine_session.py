@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -158,6 +159,17 @@ async def test_an_engine_that_reused_blocks_says_so() -> None:
         request = await stream.next("store")
         stream.send(gathered(request.request_id, 1))
         assert not (await stream.next("kept")).kept.kept
+
+
+async def test_an_engine_may_answer_with_what_numpy_compares() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        generations = np.zeros(3, dtype=np.int64)
+        handle = await session.store(span(1), kept=lambda count: cast(bool, (generations == 0).all()))
+        request = await stream.next("store")
+        stream.send(gathered(request.request_id, 1))
+        assert (await stream.next("kept")).kept.kept
+        await handle.wait_released()
 
 
 async def test_an_engine_may_answer_later_and_its_blocks_are_held_until_then() -> None:

@@ -71,6 +71,9 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
     async def Match(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)
 
+    async def ListChainGroups(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield await self._answer(request, context)
+
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.watches.append(request)
         while True:
@@ -248,3 +251,14 @@ def test_config_does_not_show_its_secret() -> None:
 async def test_an_empty_list_of_endpoints_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="endpoint"):
         IndexClient(ClientConfig())
+
+
+async def test_a_listing_that_is_cut_off_is_refused() -> None:
+    whole, cut_off = (index_pb2.ListChainGroupsResponse(group_head_hashes=bytes(size)) for size in (32, 18))
+    index = ScriptedIndex(whole, cut_off)  # type: ignore[abstract]
+    async with serve(add, index) as (_, endpoint):
+        client = IndexClient(test_config(index_endpoints=(endpoint,)))
+        assert await anext(client.list_chain_groups(b"k" * 16)) == bytes(32)
+        with pytest.raises(ServiceUnavailable, match="18 bytes"):
+            await anext(client.list_chain_groups(b"k" * 16))
+        await client.close()

@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.client.config import ClientConfig
@@ -92,6 +94,30 @@ async def test_an_agent_that_does_not_answer_is_not_asked_for_a_while(tmp_path: 
         await agents.close()
 
 
+class _WrongAgent(gpuagent_pb2_grpc.GpuAgentServiceServicer):
+    """Names chunks at these positions."""
+
+    def __init__(self, positions: list[int]) -> None:
+        self._positions = np.array(positions, dtype="<i8").tobytes()
+
+    async def FindCachedChunks(self, request: Any, context: Any) -> gpuagent_pb2.FindCachedChunksResponse:
+        held = gpuagent_pb2.CachedChunks(
+            session_id=b"s" * 16, positions=self._positions, block_ids=self._positions, generations=self._positions
+        )
+        return gpuagent_pb2.FindCachedChunksResponse(caches=[held])
+
+
+@pytest.mark.parametrize("positions", [[-1], [2], [1, 1], [1, 0], [2**63 - 2, -3], [0, 2**63 - 1, -(2**62), 1]])
+async def test_an_agent_that_names_other_chunks_than_those_asked_for_is_not_listened_to(
+    positions: list[int], tmp_path: Path
+) -> None:
+    add, path = gpuagent_pb2_grpc.add_GpuAgentServiceServicer_to_server, str(tmp_path / "socket")
+    async with serve(add, _WrongAgent(positions), f"unix:{path}"):  # type: ignore[abstract]
+        agents = GrpcPeerAgents(ClientConfig(), lambda: [path])
+        assert await agents.find(b"k" * 16, b"h" * 32, b"", PATIENCE_S) == []
+        await agents.close()
+
+
 class _SlowAgent(gpuagent_pb2_grpc.GpuAgentServiceServicer):
     """Names one chunk once `may_answer`."""
 
@@ -142,6 +168,22 @@ async def test_calls_at_once_all_wait_for_the_first_look_at_who_is_there(tmp_pat
 
         await asyncio.gather(one(), one(), one())
         assert (asked, looks) == ([1, 1, 1], [1])
+        await agents.close()
+
+
+async def test_a_directory_that_cannot_be_read_for_now_holds_up_no_call() -> None:
+    readable = threading.Event()
+
+    def beside() -> list[str]:
+        assert readable.wait(PATIENCE_S)
+        return []
+
+    agents = GrpcPeerAgents(ClientConfig(), beside)
+    try:
+        async with asyncio.timeout(PATIENCE_S / 2):
+            assert await agents.find(b"k" * 16, b"h" * 16, b"", 0.02) == []
+    finally:
+        readable.set()
         await agents.close()
 
 

@@ -6,9 +6,12 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
+from kvpool.core.errors import StoreFault
+from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
@@ -17,7 +20,16 @@ from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.engine import disk_tier, inventory, removal
 from kvpool_pagestore.engine.fetch import PageRequest
 from kvpool_pagestore.engine.sessions import PeerSession
-from tests.fixtures.pagestore import TENANT, Running, World, new_world, page_key, running_engine
+from tests.fixtures.pagestore import (
+    KEYSPACE,
+    SPEC,
+    TENANT,
+    Running,
+    World,
+    new_world,
+    page_key,
+    running_engine,
+)
 from tests.fixtures.pagestore_calls import acquire, open_session, store
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.stored_pages import stored_pages
@@ -130,3 +142,26 @@ async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPat
             assert max(dropped.values()) <= 4
             assert sum(removed.values()) == 32 and max(removed.values()) <= 4
             assert engine.gauges().disk_pages == engine.gauges().staging_pages == 0
+
+
+async def test_the_index_learns_of_what_was_cleared_before_another_keyspace_could_not_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other_spec = replace(SPEC, model_revision="other")
+    other = keyspace_id(encode_keyspace(TENANT, other_spec))
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running, keyspaces=((KEYSPACE, SPEC), (other, other_spec)))
+            await store(running, peer, [1])
+            await running.engine.flush(TENANT, b"")
+            cleared: list[bytes] = []
+
+            def delete(keyspace: bytes) -> None:
+                if cleared:
+                    raise StoreFault("the disk is gone")
+                cleared.append(keyspace)
+
+            monkeypatch.setattr(world.memory, "delete_keyspace", delete)
+            with pytest.raises(StoreFault):
+                await running.engine.clear(TENANT, b"")
+            assert cleared and world.index.dropped == cleared

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from rocksdict import WriteBatch
 
 from kvpool.core.errors import KvPoolError, StoreFault
+from kvpool_pagestore.adapters import page_store
 from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase
 from tests.fixtures.patience import PATIENCE_S
@@ -93,6 +95,31 @@ def test_writes_whose_records_cannot_be_synced_take_no_space(tmp_path: Path, mon
     put(store, *range(2, 60))
     put(store, *range(2, 20))
     assert all(get(store, number) == page(number) for number in range(1, 60))
+    store.close()
+
+
+def test_a_clear_whose_records_cannot_all_be_deleted_loses_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_store, "_FORGOTTEN_ROWS", 10)
+    store = opened(tmp_path, capacity_bytes=40 << 20)
+    count = next(at for at in range(1000) if put_failing(store, at) != [None])  # as many as there is room for
+    write, left = RocksDatabase.write, [2]
+
+    def failing(database: RocksDatabase, batch: WriteBatch, *, sync: bool) -> None:
+        if not left[0]:
+            raise StoreFault("the log cannot be written")
+        left[0] -= 1
+        write(database, batch, sync=sync)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RocksDatabase, "write", failing)
+        with pytest.raises(StoreFault):
+            store.delete_keyspace(key(0).keyspace)
+    kept = scanned(store)
+    assert len(kept) == count - 20
+    put(store, *range(1000, 1020))
+    assert all(get(store, number) == page(number) for number in (*kept, *range(1000, 1020)))
     store.close()
 
 

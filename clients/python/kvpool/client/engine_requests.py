@@ -7,7 +7,9 @@ mapping of the engine's memory has gone. A deadline, a cancelled caller or a bro
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
+from inspect import isawaitable
 from typing import Generic, TypeVar
 
 from kvpool.client.engine_items import (
@@ -20,6 +22,8 @@ from kvpool.client.engine_items import (
 from kvpool.core.errors import DeadlineExceeded, KvPoolError
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import item_error_from_proto
+
+_log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
@@ -114,10 +118,10 @@ class StoreRequest(TransferRequest[StoreResult]):
         if response.HasField("gathered"):
             count = response.gathered.chunk_count
             valid = self._still_valid(count) if self._still_valid is not None else None
-            if valid is None or isinstance(valid, bool):
-                self._answer(count, valid)
-            else:
+            if isawaitable(valid):
                 self._answering = asyncio.get_running_loop().create_task(self._answer_later(count, valid))
+            else:  # numpy's booleans are none of Python's
+                self._answer(count, None if self._still_valid is None else bool(valid))
             return False
         if response.HasField("store_done"):
             if self._answering is not None:
@@ -128,8 +132,9 @@ class StoreRequest(TransferRequest[StoreResult]):
 
     async def _answer_later(self, count: int, valid: Awaitable[bool]) -> None:
         try:
-            answer = await valid
+            answer = bool(await valid)
         except Exception:
+            _log.exception("it is not known whether blocks of a store held their bytes: they are not stored")
             answer = False
         self._answer(count, answer)
 

@@ -23,7 +23,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.retention import Retention
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
-from kvpool.wire.convert import check_id, check_length, hashes_to_bytes
+from kvpool.wire.convert import HASH_BYTES, check_id, check_length, hashes_to_bytes
 from kvpool.wire.convert_engine import (
     BlockIds,
     block_ids_to_bytes,
@@ -209,13 +209,18 @@ class EngineSession:
         block_ids, generations: [C, blocks of a chunk], the generations that the blocks had when their bytes were known
         to be the chunks'.
         """
-        cached = gpuagent_pb2.EngineCached(
-            chunk_hashes=chunk_hashes,
-            block_ids=block_ids_to_bytes(block_ids),
-            generations=block_ids_to_bytes(generations),
-        )
-        with contextlib.suppress(KvPoolError):  # not sent: others find less
-            self._stream.send(_Request(cached=cached))
+        blocks, known = block_ids_to_bytes(block_ids), block_ids_to_bytes(generations)
+        count = len(chunk_hashes) // HASH_BYTES
+        width, most = len(blocks) // max(1, count), self.max_request_chunks or max(1, count)
+        for first in range(0, count, most):
+            end = first + most
+            cached = gpuagent_pb2.EngineCached(
+                chunk_hashes=chunk_hashes[first * HASH_BYTES : end * HASH_BYTES],
+                block_ids=blocks[first * width : end * width],
+                generations=known[first * width : end * width],
+            )
+            with contextlib.suppress(KvPoolError):  # not sent: others find less
+                self._stream.send(_Request(cached=cached))
 
     async def lease(self, chain: Prompt, chunks: range, *, hold_s: float, hold_only: bool = False) -> LeaseHandle:
         """Begin to keep chunks of a prompt in staging memory until the lease is ended, for hold_s at most.

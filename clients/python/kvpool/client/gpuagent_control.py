@@ -64,7 +64,9 @@ def _cached_from_proto(message: gpuagent_pb2.CachedChunks, chunk_count: int) -> 
     block_ids = int64s_from_bytes(message.block_ids, "block_ids")
     generations = int64s_from_bytes(message.generations, "generations")
     count, width = positions.size, block_ids.size // max(1, positions.size)
-    ascending = bool((np.diff(positions, prepend=-1, append=chunk_count) > 0).all())
+    # Bounds first: differences of any int64 may wrap around.
+    inside = bool(((positions >= 0) & (positions < chunk_count)).all())
+    ascending = inside and bool((np.diff(positions) > 0).all())
     if not ascending or not block_ids.size == generations.size == count * width:
         raise InvalidRequest("positions, blocks and generations of cached chunks do not fit each other")
     return CachedChunks(

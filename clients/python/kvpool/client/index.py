@@ -36,7 +36,7 @@ from kvpool.core.location_digest import SplitGroup
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.v1 import index_pb2
 from kvpool.v1.index_pb2_grpc import IndexServiceStub
-from kvpool.wire.convert import check_id, check_length
+from kvpool.wire.convert import HASH_BYTES, check_id, check_length
 from kvpool.wire.convert_cluster import (
     chain_match_from_proto,
     chain_query_to_proto,
@@ -279,7 +279,10 @@ class IndexClient:
         try:
             with streamed(open_call, config.tls) as call:
                 async for message in call:
-                    yield message.group_head_hashes
+                    heads = message.group_head_hashes
+                    if len(heads) % HASH_BYTES:
+                        raise ServiceUnavailable(f"the index sent {len(heads)} bytes of {HASH_BYTES}-byte hashes")
+                    yield heads
         except TRANSIENT:
             self._endpoints.fail(endpoint)
             raise

@@ -958,7 +958,7 @@ class EngineCached(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     chunk_hashes: _builtins.bytes
-    """Concatenated 16-byte hashes of C chunks."""
+    """Concatenated 16-byte hashes of C chunks, at most EngineReady.max_request_chunks."""
     block_ids: _builtins.bytes
     """Blocks of the chunks, as for a store. The engine's work that wrote them has ended."""
     generations: _builtins.bytes
@@ -1528,7 +1528,7 @@ class FindCachedChunksRequest(_message.Message):
     keyspace_id: _builtins.bytes
     """16-byte keyspace id."""
     chunk_hashes: _builtins.bytes
-    """Concatenated 16-byte hashes."""
+    """Concatenated 16-byte hashes, of as many chunks as one match may name at most: see EngineReady.max_request_chunks."""
     engine_id: _builtins.bytes
     """Sessions of this engine are left out."""
     def __init__(

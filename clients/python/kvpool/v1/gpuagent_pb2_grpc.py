@@ -104,7 +104,7 @@ class GpuAgentServiceServicer(object):
         - INVALID_ARGUMENT: a malformed message.
         - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): the session is not there, or is of another keyspace.
         - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
-        - UNIMPLEMENTED: memory that is not a GPU's.
+        - UNIMPLEMENTED: memory that is not a GPU's; a call that comes over TCP.
         - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -117,6 +117,7 @@ class GpuAgentServiceServicer(object):
         Errors:
         - INVALID_ARGUMENT: a malformed message.
         - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
+        - UNIMPLEMENTED: a call that comes over TCP.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,7 +63,7 @@ class GpuAgentServiceStub:
     - INVALID_ARGUMENT: a malformed message.
     - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): the session is not there, or is of another keyspace.
     - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
-    - UNIMPLEMENTED: memory that is not a GPU's.
+    - UNIMPLEMENTED: memory that is not a GPU's; a call that comes over TCP.
     - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
     """
     FindCachedChunks: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.FindCachedChunksRequest, _gpuagent_pb2.FindCachedChunksResponse]
@@ -72,6 +72,7 @@ class GpuAgentServiceStub:
     Errors:
     - INVALID_ARGUMENT: a malformed message.
     - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
+    - UNIMPLEMENTED: a call that comes over TCP.
     """
 
 @_typing.type_check_only
@@ -109,7 +110,7 @@ class GpuAgentServiceAsyncStub(GpuAgentServiceStub):
     - INVALID_ARGUMENT: a malformed message.
     - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): the session is not there, or is of another keyspace.
     - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
-    - UNIMPLEMENTED: memory that is not a GPU's.
+    - UNIMPLEMENTED: memory that is not a GPU's; a call that comes over TCP.
     - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
     """
     FindCachedChunks: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.FindCachedChunksRequest, _gpuagent_pb2.FindCachedChunksResponse]  # type: ignore[assignment]
@@ -118,6 +119,7 @@ class GpuAgentServiceAsyncStub(GpuAgentServiceStub):
     Errors:
     - INVALID_ARGUMENT: a malformed message.
     - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
+    - UNIMPLEMENTED: a call that comes over TCP.
     """
 
 class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -170,7 +172,7 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         - INVALID_ARGUMENT: a malformed message.
         - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): the session is not there, or is of another keyspace.
         - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
-        - UNIMPLEMENTED: memory that is not a GPU's.
+        - UNIMPLEMENTED: memory that is not a GPU's; a call that comes over TCP.
         - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
         """
 
@@ -185,6 +187,7 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
         - INVALID_ARGUMENT: a malformed message.
         - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
+        - UNIMPLEMENTED: a call that comes over TCP.
         """
 
 def add_GpuAgentServiceServicer_to_server(servicer: GpuAgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

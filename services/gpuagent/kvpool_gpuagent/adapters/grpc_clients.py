@@ -146,7 +146,7 @@ class GrpcPeerAgents:
             self._looked_at_s = now_s
             self._looking = asyncio.ensure_future(self._look())
         if not self._looked:  # later ones run beside the calls
-            await asyncio.shield(self._looking)
+            await asyncio.wait((self._looking,), timeout=timeout_s)
         asked = [one for one in self._neighbours.values() if now_s >= one.silent_until_s]
         found = await asyncio.gather(*(one.find(keyspace, chunk_hashes, engine_id, timeout_s) for one in asked))
         return [held for each in found for held in each]

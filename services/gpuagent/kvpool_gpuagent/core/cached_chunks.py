@@ -69,10 +69,10 @@ class CachedChunks:
         self._check(block_ids)
         for at in range(count):
             chunk_hash = chunk_hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
-            blocks = block_ids[at * width : (at + 1) * width]
+            blocks = block_ids[at * width : (at + 1) * width].copy()  # a view would keep the whole message
             for known in {chunk_hash, *(self._chunk_of_block.get(block, b"") for block in blocks.tolist())}:
                 self._drop(known)
-            self._entries[chunk_hash] = blocks, generations[at * width : (at + 1) * width]
+            self._entries[chunk_hash] = blocks, generations[at * width : (at + 1) * width].copy()
             self._chunk_of_block.update(dict.fromkeys(blocks.tolist(), chunk_hash))
 
     def find(self, hashes: Sequence[bytes]) -> FoundChunks:

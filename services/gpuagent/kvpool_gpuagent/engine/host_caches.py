@@ -65,15 +65,24 @@ class HostCaches:
         it. ends_at_s: of the load, on the loop's clock. Never raises; once it has returned nothing of it touches
         the blocks."""
         _, shares = await self._covering(session, span.chunk_hashes)
-        if not shares:
-            return None
+        return await self._pull(session, span, shares, stop, ends_at_s) if shares else None
+
+    async def _pull(
+        self, session: EngineSession, span: ChunkRange, shares: Sequence[Share], stop: CancelToken, ends_at_s: float
+    ) -> PulledChunks | None:
         try:
             return await self._pulls.pull(session, span, shares, stop, ends_at_s)
         except (NotServed, InvalidRequest) as error:  # also a GPU that this agent does not see, a handle it cannot open
+            sources = {share.held.source for share in shares}
+            if len(sources) > 1:  # a pull from each alone shows which it was; the chunks come from elsewhere this time
+                for source in sources:
+                    alone = [share for share in shares if share.held.source == source]
+                    await self._pull(session, span, alone, stop, ends_at_s)
+                return None
             if len(self._out_of_reach) > _MAX_OUT_OF_REACH:
                 self._out_of_reach.clear()
-            self._out_of_reach |= {share.held.source for share in shares}
-            _log.warning("caches of other ranks are out of reach, they are not asked again: %s", error)
+            self._out_of_reach |= sources
+            _log.warning("a cache of another rank is out of reach, it is not asked again: %s", error)
         except KvPoolError as error:
             _log.info("chunks of other ranks' caches are loaded from elsewhere: %s", error)
         except Exception:

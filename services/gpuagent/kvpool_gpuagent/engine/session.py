@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpool.core.cancel import CancelToken
-from kvpool.core.chunks import ChunkRange
+from kvpool.core.chunks import HASH_BYTES, ChunkRange
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Overloaded, Stopped
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.payload import chunk_bytes
@@ -217,6 +217,9 @@ class EngineSession:
         """The engine's cache holds chunks; see CachedChunks.announce. Raises InvalidRequest."""
         if self.cached is None:
             raise InvalidRequest("cached: register with block_generations first")
+        count, most = len(chunk_hashes) // HASH_BYTES, self._config.max_request_chunks
+        if count > most:
+            raise InvalidRequest(f"cached: at most {most} chunks are announced at once, got {count}")
         self.cached.announce(chunk_hashes, block_ids, generations)
 
     async def only_match(self) -> None:
@@ -339,8 +342,8 @@ class EngineSession:
             return None
         try:
             await passed(max(0.0, ends_at_s - asyncio.get_running_loop().time()))
-        except KvPoolError:
-            return None  # the rest of the load meets it, too
+        except Exception:
+            return None  # the rest of the load meets it, too, and says so
         return await self._caches.pull(self, span, stop, ends_at_s)
 
     async def lease(self, request_id: int, span: ChunkRange, hold_s: float, *, hold_only: bool = False) -> LeaseOutcome:

@@ -312,10 +312,10 @@ class _Pages:
         try:
             while following is not None:
                 keys, records = list[bytes](), list[bytes]()
-                while following is not None and len(keys) < _UNSYNCED_PAGES:
-                    with self._lock:  # for some milliseconds: writers of other keyspaces wait for it
-                        following = self._forget_some(following, end, keys, records)
                 try:
+                    while following is not None and len(keys) < _UNSYNCED_PAGES:
+                        with self._lock:  # for some milliseconds: writers of other keyspaces wait for it
+                            following = self._forget_some(following, end, keys, records)
                     self._sync()
                 except BaseException:
                     with self._lock:

@@ -32,11 +32,16 @@ class Clearing:
 
     async def clear(self, keyspaces: Sequence[bytes]) -> int:
         """How many pages there were. Raises StoreFault."""
-        async with self.one_at_a_time:
-            page_count = sum([await self._clear_one(keyspace) for keyspace in keyspaces])
-        for keyspace in keyspaces:  # apart from the lock: an index that cannot be reached holds up no other call
-            # What was stored while this ran is announced again.
-            await self._announcer.drop_keyspace(keyspace, partial(self._inventory.of_keyspace, keyspace))
+        page_count, cleared = 0, list[bytes]()
+        try:
+            async with self.one_at_a_time:
+                for keyspace in keyspaces:
+                    page_count += await self._clear_one(keyspace)
+                    cleared.append(keyspace)
+        finally:
+            for keyspace in cleared:  # apart from the lock: an index that cannot be reached holds up no other call
+                # What was stored while this ran is announced again.
+                await self._announcer.drop_keyspace(keyspace, partial(self._inventory.of_keyspace, keyspace))
         return page_count
 
     async def _clear_one(self, keyspace: bytes) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,15 @@ def test_an_announcement_replaces_those_of_its_chunk_and_of_its_blocks() -> None
     assert chunks.find([A, B, C]).positions.tolist() == [2]
     chunks = cached(table, (A, [0, 1]), (A, [4, 5]), (B, [0, 1]))  # blocks that the first one has left
     assert chunks.find([A, B]).positions.tolist() == [0, 1]
+
+
+def test_a_chunk_keeps_nothing_of_the_others_that_were_announced_with_it() -> None:
+    chunks, blocks, generations = CachedChunks(np.zeros(8, dtype=np.int64), 2), np.arange(4), np.zeros(4, np.int64)
+    announced = weakref.ref(blocks), weakref.ref(generations)
+    chunks.announce(A + B, blocks, generations)
+    del blocks, generations
+    assert [one() for one in announced] == [None, None]
+    assert chunks.find([A, B]).block_ids.tolist() == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(

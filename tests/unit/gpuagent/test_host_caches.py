@@ -1,0 +1,72 @@
+"""GPU caches of the host: which of them are asked again after a pull that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvpool.core.cancel import CancelToken
+from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Stopped
+from kvpool_gpuagent.core.cached_chunks import FoundChunks, HeldChunks, PulledChunks, Share, SourceName
+from kvpool_gpuagent.engine.host_caches import HostCaches
+
+HASHES = bytes(range(32))  # of two chunks
+SPAN = cast(Any, SimpleNamespace(chunk_hashes=HASHES))
+LAYOUT = SimpleNamespace(layers=[SimpleNamespace(scales=())], layer_range=range(1), head_range=range(1))
+SESSION = cast(Any, SimpleNamespace(rank=SimpleNamespace(keyspace=b"k" * 16, layout=LAYOUT), engine_id=b"e"))
+
+
+def held(name: bytes, position: int) -> HeldChunks:
+    at = np.array([position])
+    found = FoundChunks(at, at.reshape(1, 1), at.reshape(1, 1))
+    return HeldChunks(
+        source=SourceName(name * 16, "unix:/agent"), layers=range(1), heads=range(1), scales=False, found=found
+    )
+
+
+class Agents:
+    """One names the first chunk, the other the second one."""
+
+    async def find(self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes, timeout_s: float) -> list[HeldChunks]:
+        return [held(b"a", 0), held(b"b", 1)]
+
+    async def lease(self, endpoint: str, session_id: bytes, keyspace: bytes, timeout_s: float) -> Any:
+        raise AssertionError("pulls lease")
+
+    async def close(self) -> None:
+        return None
+
+
+class Pulls:
+    """Fail, with `error`, wherever the second source takes part."""
+
+    def __init__(self, error: KvPoolError) -> None:
+        self._error = error
+
+    async def pull(self, session: Any, span: Any, shares: Sequence[Share], *_: Any) -> PulledChunks:
+        loaded = np.zeros(2, dtype=np.bool_)
+        for share in shares:
+            if share.held.source.session_id == b"b" * 16:
+                raise self._error
+            loaded[share.positions] = True
+        return PulledChunks(loaded, 1, 0.0)
+
+
+@pytest.mark.parametrize("error", [NotServed("no such GPU"), InvalidRequest("no such handle")])
+async def test_a_source_out_of_reach_is_left_out_and_no_other(error: KvPoolError) -> None:
+    caches = HostCaches(list, Agents(), cast(Any, Pulls(error)))
+    assert (await caches.find(SESSION, HASHES)).tolist() == [True, True]
+    assert await caches.pull(SESSION, SPAN, CancelToken(), 0.0) is None
+    assert (await caches.find(SESSION, HASHES)).tolist() == [True, False]
+    pulled = await caches.pull(SESSION, SPAN, CancelToken(), 0.0)
+    assert pulled is not None and pulled.loaded.tolist() == [True, False]
+
+
+async def test_a_source_that_has_ended_is_asked_again() -> None:
+    caches = HostCaches(list, Agents(), cast(Any, Pulls(Stopped("the source session has ended"))))
+    assert await caches.pull(SESSION, SPAN, CancelToken(), 0.0) is None
+    assert (await caches.find(SESSION, HASHES)).tolist() == [True, True]
