@@ -224,6 +224,21 @@ def test_a_preempted_request_announces_what_it_computes_again() -> None:
     assert world.announced(world.step(request, 1)) == [(2, BLOCKS[:4])]
 
 
+@pytest.mark.parametrize("scheduled_tokens", [0, 4])
+def test_what_another_connector_may_still_be_loading_is_not_announced(scheduled_tokens: int) -> None:
+    """vLLM counts it as computed from the start: of a load that goes on beside steps, and of one in the step itself."""
+    world, request = World(), a_request(100)
+    world.admit(request)
+    request.num_computed_tokens = 96
+    if scheduled_tokens:
+        world.step(request, scheduled_tokens)
+        request.num_in_flight_tokens = scheduled_tokens
+        assert world.announced(world.step(request, 1)) == []
+        request.num_in_flight_tokens += 1
+    world.side.request_finished(request, [BLOCKS], "FINISHED_ABORTED")
+    assert world.announced(world.side.build_jobs({}, (), lambda _: None)) == []
+
+
 def test_requests_that_share_nothing_announce_nothing() -> None:
     for values in ({"kv_transfer_params": {"kvpool": {"store": False}}}, {"prompt_embeds": object()}):
         world, request = World(), a_request(64, **values)

@@ -104,6 +104,9 @@ class ConnectorScheduler:
         self._windows = [number for number, group in enumerate(groups) if group.window_tokens]
         self._computed = [number for number, group in enumerate(groups) if not group.recurrent]  # chunk by chunk
         self._watches_blocks = any(group.gives_blocks_back for group in groups)
+        # Requests for which another connector may be loading, or may yet report a failed load: how many tokens vLLM
+        # counted as computed when they were first scheduled; None before that.
+        self._unconfirmed: dict[str, int | None] = {}
         self._generating: set[str] = set()  # chunks of windows are to be stored before vLLM takes their blocks away
         self._new_blocks: list[int] = []  # that requests were given since the last step
         self._knows_new_blocks = True
@@ -220,6 +223,7 @@ class ConnectorScheduler:
         """
         state = self._states.get(request.request_id)
         self._leases.allocated(request.request_id)
+        self._unconfirmed.pop(request.request_id, None)
         self._note_new_blocks(request, state, block_ids)
         try:
             if state is None or state.plan is None:
@@ -238,8 +242,30 @@ class ConnectorScheduler:
         state = self._states.get(request.request_id)
         self._note_new_blocks(request, state, block_ids)
         self._leases.end(request.request_id)
+        self._unconfirmed.pop(request.request_id, None)
         if state is not None:
             state.plan = None
+            if not request.num_computed_tokens:  # else it was admitted before, for an asynchronous load that has ended
+                self._unconfirmed[request.request_id] = None
+
+    def _confirm(self, scheduled: Iterable[str]) -> None:
+        """Find out for which scheduled requests no other connector loads, or only did.
+
+        A request whose load fails loses the output of that step, so output beyond the load shows that it came in. In
+        the step of such a load other requests may have found its blocks in vLLM's cache.
+        """
+        loading = False
+        for request_id in [one for one in scheduled if one in self._unconfirmed]:
+            state, counted = self._states[request_id], self._unconfirmed[request_id]
+            computed = state.request.num_computed_tokens
+            if counted is None:
+                loading |= computed > state.held_tokens
+                self._unconfirmed[request_id] = computed
+                confirmed = not loading or not computed
+            else:
+                confirmed = final_tokens(state.request) > counted
+            if confirmed:
+                del self._unconfirmed[request_id]
 
     def _note_new_blocks(self, request: Request, state: _State | None, block_ids: BlocksOfGroups) -> None:
         """Note the blocks of an admitted request that neither vLLM's prefix cache nor a load has filled.
@@ -283,6 +309,8 @@ class ConnectorScheduler:
         computes = bool(scheduled or self._computing)
         self._computing = set(scheduled)
         self._follow_weights()
+        self._confirm(scheduled)
+        confirmed = {one: count for one, count in scheduled.items() if one not in self._unconfirmed}
         waits_for_layers = self._settings.layerwise and bool(self._jobs)
         prefill_tokens = 0 if waits_for_layers else self._prefill_tokens(scheduled)
         written = [*self._new_blocks, *new_blocks] if self._knows_new_blocks else None
@@ -300,7 +328,7 @@ class ConnectorScheduler:
         )
         self._jobs, self._cancel, self._stores, self._release, self._new_blocks = [], [], [], [], []
         if self._announcements is not None:
-            jobs.announce = self._announcements.take(scheduled, partial(self._announced_chain, block_ids_of))
+            jobs.announce = self._announcements.take(confirmed, partial(self._announced_chain, block_ids_of))
         for request_id in jobs.preempted:
             if request_id in self._states:
                 self._states[request_id].stored_chunks.clear()
@@ -310,8 +338,8 @@ class ConnectorScheduler:
         # A window's blocks are gone when the request ends: its chunks are stored as they are computed in any case.
         groups = self._computed if self._settings.store == STORE_PREFILL else self._windows
         if groups and self._settings.store != STORE_NEVER:
-            for request_id in [one for one in scheduled if one in self._prefilling]:
-                state, token_count = self._states[request_id], scheduled[request_id]
+            for request_id in [one for one in confirmed if one in self._prefilling]:
+                state, token_count = self._states[request_id], confirmed[request_id]
                 computed = min(state.request.num_computed_tokens + token_count, state.request.num_prompt_tokens)
                 self._store(jobs.stores, state, computed, block_ids_of, groups)
                 end_chunk = self._lasting_chunks(state.request.num_prompt_tokens)
@@ -319,11 +347,12 @@ class ConnectorScheduler:
                     self._prefilling.discard(request_id)
                     if self._windows and self._settings.store_generated:
                         self._generating.add(request_id)
-            for request_id in [one for one in scheduled if one in self._generating]:
+            for request_id in [one for one in confirmed if one in self._generating]:
                 state = self._states[request_id]
                 self._store(jobs.stores, state, final_tokens(state.request), block_ids_of, self._windows)
         for request_id, kept in checkpoints.items():
-            if request_id in self._states and self._settings.store != STORE_NEVER:
+            wanted = request_id in self._states and request_id not in self._unconfirmed
+            if wanted and self._settings.store != STORE_NEVER:
                 for group, block, end_tokens in kept:
                     self._store_state(jobs.stores, self._states[request_id], group, block, end_tokens)
         return jobs
@@ -337,11 +366,14 @@ class ConnectorScheduler:
         self._generating.discard(request.request_id)
         state.lookup.cancel()
         self._leases.end(request.request_id)
+        counted = self._unconfirmed.pop(request.request_id, -1)
+        unconfirmed = counted is None or final_tokens(request) <= counted
         if state.loading:
             self._cancel.append(request.request_id)
+        if state.loading or unconfirmed:
             if self._announcements is not None:
                 self._announcements.forget(request.request_id)
-            return False  # the engine holds the blocks until the load has ended
+            return False  # the engine holds the blocks until the load, of whichever connector, has ended
         if self._announcements is not None:
             self._announcements.finished(
                 request.request_id, lambda one: self._announced_chain(lambda _: block_ids, one, state)
