@@ -11,13 +11,13 @@ import pytest
 
 from kvpool.client.block_generations import BlockGenerations
 from kvpool.client.engine_items import EngineSource
-from kvpool.connectors.vllm.kv_groups import KvCacheGroup
+from kvpool.connectors.vllm.kv_groups import KvCache, KvCacheGroup
 from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvents
 from kvpool.connectors.vllm.step_jobs import AnnounceJob, StepJobs, block_id_array
 from kvpool.connectors.vllm.worker import ConnectorWorker
-from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
+from kvpool.connectors.vllm.worker_stores import WorkerKvCache, WorkerKvCacheGroup
 from kvpool.core.elements import Dtype
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
@@ -38,12 +38,14 @@ class World:
         self.side = ConnectorScheduler(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, min_load_tokens=1, lookup_wait_ms=0.0, store="never"),
             self.connection,  # type: ignore[arg-type]
-            [KvCacheGroup(block_tokens=BLOCK, chunk_bytes=1000)],
+            KvCache(
+                groups=[KvCacheGroup(block_tokens=BLOCK, chunk_bytes=1000)],
+                prefix_caching=True,
+                shared_from_gpu=shares,
+                volatile_tokens=volatile_tokens,
+            ),
             worker_count=1,
-            prefix_caching=True,
-            shares_gpu_cache=shares,
-            volatile_tokens=volatile_tokens,
-            now_s=ManualClock().monotonic_s,
+            clock=ManualClock(),
         )
 
     def admit(self, request: FakeRequest, held_tokens: int = 0) -> None:
@@ -306,9 +308,7 @@ def a_worker(generations: BlockGenerations, session: Session | None, split: int 
     return ConnectorWorker(
         VllmSettings(agent="unix:/x", chunk_tokens=CHUNK),
         FakeConnection(pool),  # type: ignore[arg-type]
-        [group],
-        load_only=False,
-        generations=generations,
+        WorkerKvCache(groups=[group], generations=generations),
     )
 
 
