@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from kvpool.connectors.vllm.agent_connection import AgentConnection
-from kvpool.connectors.vllm.kv_groups import KvCacheGroup
+from kvpool.connectors.vllm.kv_groups import KvCache, KvCacheGroup
 from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.testing import eventually
@@ -72,9 +72,8 @@ async def scheduler() -> AsyncIterator[Scheduler]:
         side = ConnectorScheduler(
             settings,
             connection,
-            [KvCacheGroup(block_tokens=BLOCK_TOKENS, chunk_bytes=1 << 17)],
+            KvCache(groups=[KvCacheGroup(block_tokens=BLOCK_TOKENS, chunk_bytes=1 << 17)], prefix_caching=True),
             worker_count=1,
-            prefix_caching=True,
         )
         yield Scheduler(side, request, world, agent)
         assert await asyncio.to_thread(connection.close)

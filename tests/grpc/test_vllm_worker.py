@@ -16,7 +16,7 @@ from kvpool.connectors.vllm.cache_memory import CacheMemory, cache_memory
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreJob, block_id_array
 from kvpool.connectors.vllm.worker import ConnectorWorker
-from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
+from kvpool.connectors.vllm.worker_stores import WorkerKvCache, WorkerKvCacheGroup
 from kvpool.core.geometry import OpaqueLayout, PayloadKind
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.partition import rank_part
@@ -122,8 +122,13 @@ def rank(
     worker = ConnectorWorker(
         VllmSettings(agent=endpoint, chunk_tokens=CHUNK),
         connection,
-        [WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=1, step_events=memory.step_events, split=memory.split)],
-        load_only=False,
+        WorkerKvCache(
+            groups=[
+                WorkerKvCacheGroup(
+                    block_tokens=BLOCK, chunk_bytes=1, step_events=memory.step_events, split=memory.split
+                )
+            ]
+        ),
     )
     return Rank(tensors, memory, connection, worker)
 

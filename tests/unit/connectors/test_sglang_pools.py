@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.client.store_values import KeyspaceShards
 from kvpool.connectors.sglang import HiCacheCalls, _page_numbers
 from kvpool.connectors.sglang_pools import Identity, host_pages, page_key_rule
-from kvpool.connectors.sglang_side_pools import ALL_PAGES, TRAILING_PAGES, PoolHits, restorable_prefixes
-from kvpool.core.errors import GeometryUnsupported, InvalidRequest
+from kvpool.connectors.sglang_side_pools import ALL_PAGES, TRAILING_PAGES, PoolHits, SidePool, restorable_prefixes
+from kvpool.core.errors import GeometryUnsupported, InvalidRequest, KeyspaceMismatch
 from tests.fixtures.host_pools import MhaPool, MlaPool, StorageConfig
 
 IDENTITY = Identity(model_id="tiny", model_revision="1")
@@ -61,6 +62,39 @@ def test_side_pools_that_are_not_served_are_refused_by_name_and_settings_of_sgla
         calls.register_mem_host_pool_v2(MhaPool("page_first"), "swa")
         with pytest.raises(GeometryUnsupported, match="side pool draft is not served"):
             calls.register_mem_host_pool_v2(MhaPool("page_first"), "draft")
+    finally:
+        calls.close()
+
+
+class RefusingPages:
+    """StorePages over an index that was not there when the server started, and refuses the keyspace now."""
+
+    def __init__(self) -> None:
+        self.refusal = KeyspaceMismatch("the name is bound to another geometry", field="layers")
+
+    def open(self, space: KeyspaceShards) -> None:
+        raise self.refusal
+
+    def run(self, work: object, count: int) -> list[bool]:
+        raise self.refusal
+
+
+def test_a_keyspace_that_is_refused_after_the_start_is_a_miss_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"index_endpoints": ["127.0.0.1:1"], "pagestore": "unix:/nobody", "model_revision": "1"}
+    calls = HiCacheCalls(StorageConfig(extra_config=settings))
+    try:
+        calls.register_mem_pool_host(MhaPool("page_first"))
+        pages: Any = RefusingPages()
+        calls._pool, ours = pages, calls._pool
+        side = SidePool(pages, MhaPool("page_first"), "swa", StorageConfig(), IDENTITY, "rule")
+        caplog.clear()
+        for _ in range(2):
+            assert calls.batch_exists(["a"]) == 0
+            assert calls.batch_get_v1(["a"], torch.arange(32)) == [False]
+            assert calls.batch_set_v1(["a"], torch.arange(32)) == [False]
+            assert side.exists(["a", "b"]) == [False, False]
+        assert [record.message.partition(":")[0] for record in caplog.records] == ["kvpool"] * 2
+        calls._pool = ours
     finally:
         calls.close()
 

@@ -108,3 +108,18 @@ def test_a_cache_of_the_caller_that_keeps_all_tokens_is_filled() -> None:
     loaded = generator.generate(input_ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
     assert loaded.sequences[0].tolist() == alone(model, input_ids)
     assert cache.get_seq_length() == input_ids.shape[1] + 11
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("known_chunks", [0, 1, 3])
+def test_what_is_computed_for_one_row_alone_keeps_what_has_left_the_window(name: str, known_chunks: int) -> None:
+    model, pool = model_of(name), ScriptedPool()
+    prefix = prompt(300, seed=6)
+    if known_chunks:
+        run(generator_over(model, pool), prefix[:, : known_chunks * CHUNK + 1])
+    batch = padded(*(torch.cat([prefix, prompt(length, seed=20 + length)], dim=1) for length in (8, 5, 6)))
+    generated = generator_over(model, ScriptedPool(chunks=pool.chunks)).generate(
+        **batch, max_new_tokens=12, do_sample=False
+    )
+    assert [row.recomputed for row in generated.stats.rows] == [308 - known_chunks * CHUNK, 6, 6]
+    assert generated.sequences.tolist() == model.generate(**batch, max_new_tokens=12, do_sample=False).tolist()

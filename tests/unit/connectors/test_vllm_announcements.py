@@ -11,13 +11,13 @@ import pytest
 
 from kvpool.client.block_generations import BlockGenerations
 from kvpool.client.engine_items import EngineSource
-from kvpool.connectors.vllm.kv_groups import KvCacheGroup
+from kvpool.connectors.vllm.kv_groups import KvCache, KvCacheGroup
 from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvents
 from kvpool.connectors.vllm.step_jobs import AnnounceJob, StepJobs, block_id_array
 from kvpool.connectors.vllm.worker import ConnectorWorker
-from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
+from kvpool.connectors.vllm.worker_stores import WorkerKvCache, WorkerKvCacheGroup
 from kvpool.core.elements import Dtype
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
@@ -38,12 +38,14 @@ class World:
         self.side = ConnectorScheduler(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, min_load_tokens=1, lookup_wait_ms=0.0, store="never"),
             self.connection,  # type: ignore[arg-type]
-            [KvCacheGroup(block_tokens=BLOCK, chunk_bytes=1000)],
+            KvCache(
+                groups=[KvCacheGroup(block_tokens=BLOCK, chunk_bytes=1000)],
+                prefix_caching=True,
+                shared_from_gpu=shares,
+                volatile_tokens=volatile_tokens,
+            ),
             worker_count=1,
-            prefix_caching=True,
-            shares_gpu_cache=shares,
-            volatile_tokens=volatile_tokens,
-            now_s=ManualClock().monotonic_s,
+            clock=ManualClock(),
         )
 
     def admit(self, request: FakeRequest, held_tokens: int = 0) -> None:
@@ -224,6 +226,21 @@ def test_a_preempted_request_announces_what_it_computes_again() -> None:
     assert world.announced(world.step(request, 1)) == [(2, BLOCKS[:4])]
 
 
+@pytest.mark.parametrize("scheduled_tokens", [0, 4])
+def test_what_another_connector_may_still_be_loading_is_not_announced(scheduled_tokens: int) -> None:
+    """vLLM counts it as computed from the start: of a load that goes on beside steps, and of one in the step itself."""
+    world, request = World(), a_request(100)
+    world.admit(request)
+    request.num_computed_tokens = 96
+    if scheduled_tokens:
+        world.step(request, scheduled_tokens)
+        request.num_in_flight_tokens = scheduled_tokens
+        assert world.announced(world.step(request, 1)) == []
+        request.num_in_flight_tokens += 1
+    world.side.request_finished(request, [BLOCKS], "FINISHED_ABORTED")
+    assert world.announced(world.side.build_jobs({}, (), lambda _: None)) == []
+
+
 def test_requests_that_share_nothing_announce_nothing() -> None:
     for values in ({"kv_transfer_params": {"kvpool": {"store": False}}}, {"prompt_embeds": object()}):
         world, request = World(), a_request(64, **values)
@@ -291,9 +308,7 @@ def a_worker(generations: BlockGenerations, session: Session | None, split: int 
     return ConnectorWorker(
         VllmSettings(agent="unix:/x", chunk_tokens=CHUNK),
         FakeConnection(pool),  # type: ignore[arg-type]
-        [group],
-        load_only=False,
-        generations=generations,
+        WorkerKvCache(groups=[group], generations=generations),
     )
 
 

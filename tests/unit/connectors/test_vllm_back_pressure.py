@@ -18,7 +18,7 @@ from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvents
 from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreJob, StoreReport
 from kvpool.connectors.vllm.worker import ConnectorWorker
-from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
+from kvpool.connectors.vllm.worker_stores import WorkerKvCache, WorkerKvCacheGroup
 from kvpool.core.ipc import EngineEvent, IpcEvent
 from kvpool.testing import eventually_sync
 from tests.unit.connectors.vllm_jobs import BLOCK, CHUNK, CHUNK_BYTES, a_load, a_store
@@ -106,8 +106,9 @@ class World:
         self.side = ConnectorWorker(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
             self.connection,  # type: ignore[arg-type]
-            [WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=self.step_events)],
-            load_only=False,
+            WorkerKvCache(
+                groups=[WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=self.step_events)]
+            ),
             loads_wait_for_gpu=loads_wait_for_gpu,
             now_s=lambda: self.now_s,
         )

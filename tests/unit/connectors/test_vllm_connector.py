@@ -161,7 +161,7 @@ def test_a_vllm_that_does_not_fit_runs_without_the_connector_which_says_why(
         assert_nothing_is_shared(connector)
     assert connector._kv_transfer_config.kv_load_failure_policy == "fail"  # vLLM's own
     (said,) = (record.getMessage() for record in caplog.records if "switched off" in record.getMessage())
-    assert "vLLM 9.9" in said and lacking in said and compatibility.TESTED in said
+    assert "vLLM 9.9" in said and lacking in said and compatibility.SUPPORTED in said
 
 
 def test_a_bad_extra_config_stops_the_engine_whatever_vllm_it_is(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvents
 from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreJob
 from kvpool.connectors.vllm.worker import ConnectorWorker
-from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
+from kvpool.connectors.vllm.worker_stores import WorkerKvCache, WorkerKvCacheGroup
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.connectors.test_vllm_worker import Pool
 from tests.unit.connectors.vllm_fakes import FakeConnection, FakePool, FakeRequest, a_request
@@ -237,9 +237,7 @@ class GroupsWorld:
         self.side = ConnectorWorker(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK),
             self.connection,  # type: ignore[arg-type]
-            [group] * len(pools),
-            load_only=False,
-            all_or_nothing=True,
+            WorkerKvCache(groups=[group] * len(pools), all_or_nothing=True),
         )
 
     def load(self) -> None:

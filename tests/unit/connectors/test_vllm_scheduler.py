@@ -252,6 +252,23 @@ def test_a_load_larger_than_all_that_may_be_in_flight_is_loaded_alone() -> None:
     assert world.match(a_request(120, "c", first_token=900)) == 96
 
 
+@pytest.mark.parametrize("load", ["quicker", "always"])
+def test_loads_that_do_not_end_are_not_waited_for_beyond_their_time(load: str) -> None:
+    """As those of an agent that answers, but whose copies hang: what would wait for their bytes is computed."""
+    world = World(FakePool(3), load_bytes_in_flight_max=CHUNK_BYTES, load=load)
+    jobs = world.load(a_request(120, "a"))
+    waiting = a_request(120, "b", first_token=500)
+    assert world.match(waiting) is None
+    world.clock.advance(jobs.loads[0].timeout_s + 0.5)
+    world.build()
+    assert world.side.get_num_new_matched_tokens(waiting, 0) is None
+    world.clock.advance(1.0)
+    world.build()
+    assert world.side.get_num_new_matched_tokens(waiting, 0) == 0
+    world.ended(jobs, 3)
+    assert world.match(a_request(120, "c", first_token=900)) == 96
+
+
 def test_the_first_steps_teach_how_fast_the_engine_computes() -> None:
     world = World(FakePool(0))
     request = a_request(1000)

@@ -235,3 +235,62 @@ def test_what_was_not_loaded_for_another_reason_is_not_told_to_be_gone() -> None
     world = World(FakePool(3))
     world.ended(world.load(a_request(120)), loaded_chunks=1, gone=False)
     assert world.side.take_events() == []
+
+
+def test_a_request_aborted_while_another_connector_loads_is_not_stored() -> None:
+    """vLLM counts the tokens of an asynchronous load as computed from the start, and frees the blocks at its end."""
+    world, request = World(FakePool(0)), a_request(200)
+    world.match(request)
+    world.side.allocated_without_load(request)
+    request.num_computed_tokens = 200
+    assert world.build().stores == []
+    assert not world.side.request_finished(request, [BLOCKS], "FINISHED_ABORTED")
+    jobs = world.build()
+    assert jobs.stores == []
+    assert jobs.release == []
+
+
+def test_what_another_connector_has_loaded_is_stored_with_the_rest() -> None:
+    world, request = World(FakePool(0), store="prefill"), a_request(200)
+    world.match(request)
+    world.side.allocated_without_load(request)
+    request.num_computed_tokens = 128
+    world.side.allocated_without_load(request)  # again, as its load has ended
+    assert [job.end_chunk for job in world.build({"r": 72}).stores] == [6]
+
+
+def test_what_another_connector_loads_in_the_step_itself_is_stored_once_it_came_in() -> None:
+    """A load that fails is heard of after the step, whose stores would have read what was computed from it."""
+    world, request = World(FakePool(0), store="prefill"), a_request(200)
+    other = a_request(200, "other")
+    world.match(request)
+    world.side.allocated_without_load(request)
+    world.match(other, 64)  # it finds blocks of that load in vLLM's own cache
+    world.side.allocated_without_load(other)
+    request.num_computed_tokens, other.num_computed_tokens = 128, 64
+    assert world.build({"r": 72, "other": 136}).stores == []
+    for one, count in ((request, 72), (other, 136)):
+        one.num_computed_tokens += count
+        one.num_in_flight_tokens = count
+    assert world.build({"r": 1, "other": 1}).stores == [], "its output was not processed yet"
+    request.num_computed_tokens, request.num_in_flight_tokens = 32, 0  # the load has failed
+    assert world.build({"r": 32}).stores == []
+    for one in (request, other):
+        one.all_token_ids.append(0)
+        one.num_computed_tokens, one.num_in_flight_tokens = 200, 0
+    assert [(job.request_id, job.end_chunk) for job in world.build({"r": 1, "other": 1}).stores] == [
+        ("r", 6),
+        ("other", 6),
+    ]
+
+
+def test_what_another_connector_loaded_for_a_request_of_one_step_is_stored_when_it_ends() -> None:
+    world, request = World(FakePool(0)), a_request(200)
+    world.match(request)
+    world.side.allocated_without_load(request)
+    request.num_computed_tokens = 128
+    world.build({"r": 72})
+    request.all_token_ids.append(0)
+    request.num_computed_tokens = 200
+    assert world.side.request_finished(request, [BLOCKS], "FINISHED_LENGTH_CAPPED")
+    assert [job.end_chunk for job in world.build().stores] == [6]

@@ -14,7 +14,7 @@ from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvents
 from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreReport
 from kvpool.connectors.vllm.worker import ConnectorWorker
-from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
+from kvpool.connectors.vllm.worker_stores import WorkerKvCache, WorkerKvCacheGroup
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 from kvpool.testing import ManualClock
@@ -79,8 +79,10 @@ class World:
         self.side = ConnectorWorker(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
             self.connection,  # type: ignore[arg-type]
-            [WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(None))],
-            load_only=load_only,
+            WorkerKvCache(
+                groups=[WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(None))],
+                load_only=load_only,
+            ),
             now_s=self.clock.monotonic_s,
         )
 

@@ -15,7 +15,7 @@ from kvpool.connectors.vllm.step_events import StepEvents
 from kvpool.connectors.vllm.step_jobs import LoadReport, StepJobs, StoreReport
 from kvpool.connectors.vllm.wiring import failing_worker
 from kvpool.connectors.vllm.worker import ConnectorWorker
-from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
+from kvpool.connectors.vllm.worker_stores import WorkerKvCache, WorkerKvCacheGroup
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, ServiceUnavailable
 from kvpool.core.ipc import EngineEvent
 from kvpool.testing import ManualClock
@@ -56,8 +56,9 @@ def a_worker(pool: Any, *, events: Any = None, **settings: Any) -> ConnectorWork
     return ConnectorWorker(
         VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
         FakeConnection(pool),  # type: ignore[arg-type]
-        [WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(events))],
-        load_only=False,
+        WorkerKvCache(
+            groups=[WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(events))]
+        ),
         now_s=ManualClock().monotonic_s,
     )
 

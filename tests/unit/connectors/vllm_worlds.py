@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpool.client.engine_items import LoadResult, TierTokens
-from kvpool.connectors.vllm.kv_groups import KvCacheGroup
+from kvpool.connectors.vllm.kv_groups import KvCache, KvCacheGroup
 from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreJob, StoreReport, prompt_of_job
@@ -44,13 +44,11 @@ class World:
         self.side = ConnectorScheduler(
             VllmSettings(**wanted),
             self.connection,  # type: ignore[arg-type]
-            groups,
+            KvCache(groups=groups, prefix_caching=self.prefix_caching, volatile_tokens=volatile_tokens),
             worker_count=self.worker_count,
-            prefix_caching=self.prefix_caching,
             publishes_events=publishes_events,
-            volatile_tokens=volatile_tokens,
-            now_s=self.clock.monotonic_s,
             weights=weights,
+            clock=self.clock,
         )
 
     def match(self, request: FakeRequest, held_tokens: int = 0) -> int | None:

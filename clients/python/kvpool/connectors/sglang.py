@@ -26,13 +26,14 @@ from kvpool.connectors.sglang_side_pools import (
     ALL_PAGES,
     TRAILING_PAGES,
     PoolHits,
+    Refusals,
     SidePool,
     pool_name,
     restorable_prefixes,
 )
 from kvpool.connectors.strided_pages import StridedPages, bytes_of
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
-from kvpool.core.errors import InvalidRequest
+from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.external_keys import foreign_chunk_hash
 
 _log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class HiCacheCalls:
         self._space: OpenedShards | None = None
         self._side_pools: dict[str, SidePool] = {}
         self._transfers = _Transfers()
+        self._refusals = Refusals()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Take the host pool and open its keyspace; an index that cannot be reached is tried again with each call.
@@ -232,8 +234,13 @@ class HiCacheCalls:
         self._pool.close()
 
     def _opened(self) -> OpenedShards | None:
+        """Of an index that is reached only now the answer may be that the configuration must change: a miss, too, as
+        an exception would end SGLang's thread, and with it all transfers."""
         if self._space is None and self._host is not None:
-            self._space = self._pool.open(self._host.space)
+            try:
+                self._space = self._pool.open(self._host.space)
+            except KvPoolError as error:
+                self._refusals.log("pages", error)
         return self._space
 
     def _places(self, space: OpenedShards, keys: Sequence[str], extra_info: Any) -> list[ChunkPlace]:

@@ -6,6 +6,7 @@ engines with the same kind of pool, layout and rank have it in common.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +16,9 @@ from kvpool.client.object_store import AsyncObjects, object_space
 from kvpool.client.store_sync import StorePages
 from kvpool.connectors.sglang_pools import Identity, StorageConfig
 from kvpool.connectors.strided_pages import Bytes, bytes_of
-from kvpool.core.errors import GeometryUnsupported, InvalidRequest
+from kvpool.core.errors import GeometryUnsupported, InvalidRequest, KvPoolError
 
+_log = logging.getLogger(__name__)
 SERVED = ("swa", "mamba", "indexer")
 ALL_PAGES, TRAILING_PAGES = "all_pages", "trailing_pages"
 _RANK_SHARDED = ("mamba",)  # even where all ranks have the same KV (MLA)
@@ -42,6 +44,19 @@ def restorable_prefixes(kv_pages: int, pools: Sequence[PoolHits]) -> list[int]:
     return [count for count in range(1, kv_pages + 1) if all(pool.restorable(count) for pool in pools)]
 
 
+class Refusals:
+    """Logs why nothing is shared, once for each reason in a row."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def log(self, what: str, error: KvPoolError) -> None:
+        """Log that `what` is not shared, unless that was the last message."""
+        message, self._last = self._last, f"{what}: {error}"
+        if message != self._last:
+            _log.error("kvpool: computing instead of sharing %s", self._last)
+
+
 def pool_name(name: Any) -> str:
     """As SGLang's PoolName says it."""
     return str(getattr(name, "value", name))
@@ -62,7 +77,7 @@ class SidePool:
                 f"the side pool {self.name} is not served, only {', '.join(SERVED)} are: use another HiCache storage "
                 "backend"
             )
-        self._pages, self._host_pool = pages, host_pool
+        self._pages, self._host_pool, self._refusals = pages, host_pool, Refusals()
         self._page_tokens = int(getattr(host_pool, "page_size", 1) or 1)
         self._blank = host_pool.get_dummy_flat_data_page()
         self._page_bytes = bytes_of(self._blank).nbytes
@@ -120,7 +135,11 @@ class SidePool:
             yield keys[first : first + step], slots[first : first + step]
 
     def _run(self, work: Callable[[AsyncObjects], Awaitable[list[bool]]], count: int) -> list[bool]:
-        return self._pages.run(lambda pages: work(AsyncObjects(pages, self._space, self._page_bytes)), count)
+        try:
+            return self._pages.run(lambda pages: work(AsyncObjects(pages, self._space, self._page_bytes)), count)
+        except KvPoolError as error:
+            self._refusals.log(f"the side pool {self.name}", error)
+            return [False] * count
 
 
 async def _get(keys: Sequence[str], buffers: Sequence[Bytes], objects: AsyncObjects) -> list[bool]:

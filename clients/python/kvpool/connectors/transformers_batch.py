@@ -19,6 +19,7 @@ from kvpool.connectors.batch_plan import GPU_PASS_TOKENS, PASS_TOKENS, BatchPlan
 from kvpool.connectors.prefix import Prefix
 from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.transformers_blocks import KvBlocks
+from kvpool.connectors.transformers_caches import growing_cache
 
 if TYPE_CHECKING:
     import torch
@@ -150,10 +151,9 @@ def _compute(model: PreTrainedModel, row: npt.NDArray[np.int64], plan: RowPlan, 
     own: of each layer [k and v, heads, the row's tokens up to the cut, head dim].
     """
     import torch
-    from transformers import DynamicCache
 
     end = plan.ready + plan.computed
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = growing_cache(model)
     if plan.ready:
         for number, layer in enumerate(own):
             cache.update(layer[:1, :, : plan.ready], layer[1:, :, : plan.ready], number)
@@ -188,11 +188,10 @@ def len_to_end(tokens: npt.NDArray[np.int64], prompt_count: int, eos_tokens: Seq
 def pads_cleanly(model: PreTrainedModel) -> bool:
     """Whether a padded row's KV is that of the row without padding. Computes five tokens."""
     import torch
-    from transformers import DynamicCache
 
     keys: list[list[torch.Tensor]] = []
     for padding in (1, 0):
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        cache = growing_cache(model)
         input_ids = torch.tensor([[0, 1, 2][1 - padding :]], device=model.device)
         mask = torch.ones_like(input_ids)
         mask[:, :padding] = 0

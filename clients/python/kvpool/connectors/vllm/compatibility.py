@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-TESTED = "0.31 to 0.33"
+SUPPORTED = "0.31 to 0.33"
 _STEP = ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state", "scheduled_cached_reqs")
 _REQUEST = (
     *("request_id", "all_token_ids", "num_prompt_tokens", "num_tokens", "num_computed_tokens", "num_in_flight_tokens"),
@@ -31,7 +31,7 @@ def incompatible_vllm(cause: str) -> str:
 
     return (
         f"kvpool.connectors.vllm does not fit vLLM {getattr(vllm, '__version__', '?')}: {cause}. "
-        f"It is tested with {TESTED}: install that, or a kvpool made for your vLLM"
+        f"It supports {SUPPORTED}: install that, or a kvpool made for your vLLM"
     )
 
 

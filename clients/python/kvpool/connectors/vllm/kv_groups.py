@@ -46,6 +46,21 @@ class KvCacheGroup:
         return skipped_blocks * self.block_tokens // chunk_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCache:
+    """An engine's KV cache, as its scheduler sees it.
+
+    groups: in vLLM's order, as the pools of a connection. prefix_caching: whether vLLM finds prefixes in it by itself.
+    shared_from_gpu: whether workers announce what the only group holds on GPUs. volatile_tokens: how many of the last
+    computed tokens have KV that a drafter may write again.
+    """
+
+    groups: Sequence[KvCacheGroup]
+    prefix_caching: bool
+    shared_from_gpu: bool = False
+    volatile_tokens: int = 0
+
+
 def first_held_chunk(block_ids: Sequence[int], first_chunk: int, end_chunk: int, blocks_per_chunk: int) -> int:
     """Return the first chunk of [first_chunk, end_chunk) from which on a request has all blocks; end_chunk if none."""
     for at in range(min(end_chunk * blocks_per_chunk, len(block_ids)) - 1, first_chunk * blocks_per_chunk - 1, -1):

@@ -58,6 +58,7 @@ class _Running:
     plan: LoadPlan
     size_bytes: int
     begun_at_s: float
+    until_s: float  # others wait for it no longer
     worker_s: float = 0.0  # as the slowest worker measured it
     copy_s: float = 0.0  # the same of copying alone
     tokens: TierTokens = field(default_factory=TierTokens)  # of all workers
@@ -124,6 +125,8 @@ class LoadPlans:
         full = self._queued_bytes and (
             self._blocked or self._queued_bytes + size_bytes > self._settings.load_bytes_in_flight_max
         )
+        if chunks and full and all(running.until_s <= self._now_s() for running in self._running.values()):
+            chunks, chosen = 0, []  # as the loads that it would wait for may never end
         self._blocked |= bool(chunks and full)
         if not lookup.counted and not (chunks and full):  # a request that gets no blocks asks again and again
             lookup.counted = True
@@ -195,10 +198,10 @@ class LoadPlans:
         if earlier is not None:
             self._queued_bytes -= earlier.size_bytes
         first_hash = plan.chains[0].hashes[plan.first_token // chunk_tokens]
-        self._running[request_id] = _Running(first_hash, end_chunk, plan, size_bytes, self._now_s())
+        until_s = self._now_s() + self._timeout_s(plan, compute_ms) + _LATE_S
+        self._running[request_id] = _Running(first_hash, end_chunk, plan, size_bytes, self._now_s(), until_s)
         self._queued_bytes += size_bytes
         self.cost.load_begun()
-        until_s = self._now_s() + self._timeout_s(plan, compute_ms) + _LATE_S
         self._first_chunks[first_hash] = (request_id, until_s)
         return jobs
 

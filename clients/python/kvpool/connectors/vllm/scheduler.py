@@ -6,7 +6,6 @@ Runs on the engine's thread and may block it for a moment.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from kvpool.connectors.vllm.announcements import Announcements, ChainAndBlocks
 from kvpool.connectors.vllm.connector_counters import ConnectorCounters
 from kvpool.connectors.vllm.engine_introspection import WeightsEpoch
 from kvpool.connectors.vllm.known_chunks import KnownChunks
-from kvpool.connectors.vllm.kv_groups import NULL_BLOCK_ID, KvCacheGroup
+from kvpool.connectors.vllm.kv_groups import NULL_BLOCK_ID, KvCache
 from kvpool.connectors.vllm.leases import Leases
 from kvpool.connectors.vllm.load_plans import LoadPlan, LoadPlans
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
@@ -41,6 +40,8 @@ from kvpool.connectors.vllm.step_jobs import (
 )
 from kvpool.connectors.vllm.step_timer import StepTimer
 from kvpool.connectors.vllm.store_plans import StorePlans
+from kvpool.connectors.vllm.unconfirmed_loads import UnconfirmedLoads
+from kvpool.core.clock import Clock, SystemClock
 from kvpool.core.errors import InvalidRequest
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
@@ -79,40 +80,35 @@ class ConnectorScheduler:
         self,
         settings: VllmSettings,
         connection: AgentConnection,
-        groups: Sequence[KvCacheGroup],
+        cache: KvCache,
         *,
         worker_count: int,
-        prefix_caching: bool,
-        shares_gpu_cache: bool = False,
         publishes_events: bool = True,
-        volatile_tokens: int = 0,
-        now_s: Callable[[], float] = time.monotonic,
         weights: WeightsEpoch | None = None,
-        wall_us: Callable[[], int] = lambda: time.time_ns() // 1000,
+        clock: Clock | None = None,
     ) -> None:
-        """groups: in vLLM's order, as the pools of the connection. worker_count: workers that report each load and
-        store. prefix_caching: whether vLLM's own prefix cache is enabled. shares_gpu_cache: whether workers announce
-        what the GPU cache of the only group holds. publishes_events: whether `take_events` is called.
-        volatile_tokens: how many of the last computed tokens have KV that a drafter may write again. weights: None
-        while vLLM reports no weight versions. wall_us: time in microseconds since the epoch."""
-        self._settings, self._connection, self._groups = settings, connection, groups
-        self._prefix_caching, self._publishes_events, self._now_s = prefix_caching, publishes_events, now_s
-        self._volatile_tokens, self._wall_us = volatile_tokens, wall_us
+        """worker_count: workers that report each load and store. publishes_events: whether `take_events` is called.
+        weights: None while vLLM reports no weight versions."""
+        clock = clock or SystemClock()
+        groups, now_s = cache.groups, clock.monotonic_s
+        self._settings, self._connection, self._cache, self._groups = settings, connection, cache, groups
+        self._publishes_events, self._now_s, self._wall_us = publishes_events, now_s, clock.wall_us
         self._states: dict[str, _State] = {}
         self._computing: set[str] = set()  # in the last step
         self._prefilling: set[str] = set()  # some of the prompt's chunks are not ordered to be stored yet
         self._windows = [number for number, group in enumerate(groups) if group.window_tokens]
         self._computed = [number for number, group in enumerate(groups) if not group.recurrent]  # chunk by chunk
         self._watches_blocks = any(group.gives_blocks_back for group in groups)
+        self._unconfirmed = UnconfirmedLoads()
         self._generating: set[str] = set()  # chunks of windows are to be stored before vLLM takes their blocks away
         self._new_blocks: list[int] = []  # that requests were given since the last step
         self._knows_new_blocks = True
         self._announcements: Announcements | None = None
-        if shares_gpu_cache:
+        if cache.shared_from_gpu:
             self._announcements = Announcements(
                 chunk_tokens=settings.chunk_tokens,
                 block_tokens=groups[0].block_tokens,
-                volatile_tokens=volatile_tokens,
+                volatile_tokens=cache.volatile_tokens,
             )
         full = [number for number, group in enumerate(groups) if not group.gives_blocks_back]
         self._main_group = full[0] if full else 0  # has most chunks: its hashes stand for a prompt's in logs and events
@@ -197,7 +193,7 @@ class ConnectorScheduler:
             state.chains = chains
         if chains[0].chunk_count <= held_chunks:
             return 0
-        if self._prefix_caching and self._loads.is_loading(chains[0].hashes[held_chunks]):
+        if self._cache.prefix_caching and self._loads.is_loading(chains[0].hashes[held_chunks]):
             return None  # another request loads this very chunk: its blocks will be found then
         if not lookup.counted:
             for chain, runs in zip(chains, lookup.runs, strict=False):
@@ -220,6 +216,7 @@ class ConnectorScheduler:
         """
         state = self._states.get(request.request_id)
         self._leases.allocated(request.request_id)
+        self._unconfirmed.forget(request.request_id)
         self._note_new_blocks(request, state, block_ids)
         try:
             if state is None or state.plan is None:
@@ -240,6 +237,7 @@ class ConnectorScheduler:
         self._leases.end(request.request_id)
         if state is not None:
             state.plan = None
+            self._unconfirmed.admitted(request, state.held_tokens)
 
     def _note_new_blocks(self, request: Request, state: _State | None, block_ids: BlocksOfGroups) -> None:
         """Note the blocks of an admitted request that neither vLLM's prefix cache nor a load has filled.
@@ -283,6 +281,8 @@ class ConnectorScheduler:
         computes = bool(scheduled or self._computing)
         self._computing = set(scheduled)
         self._follow_weights()
+        self._unconfirmed.step(scheduled)
+        confirmed = {one: count for one, count in scheduled.items() if one not in self._unconfirmed}
         waits_for_layers = self._settings.layerwise and bool(self._jobs)
         prefill_tokens = 0 if waits_for_layers else self._prefill_tokens(scheduled)
         written = [*self._new_blocks, *new_blocks] if self._knows_new_blocks else None
@@ -300,7 +300,7 @@ class ConnectorScheduler:
         )
         self._jobs, self._cancel, self._stores, self._release, self._new_blocks = [], [], [], [], []
         if self._announcements is not None:
-            jobs.announce = self._announcements.take(scheduled, partial(self._announced_chain, block_ids_of))
+            jobs.announce = self._announcements.take(confirmed, partial(self._announced_chain, block_ids_of))
         for request_id in jobs.preempted:
             if request_id in self._states:
                 self._states[request_id].stored_chunks.clear()
@@ -310,8 +310,8 @@ class ConnectorScheduler:
         # A window's blocks are gone when the request ends: its chunks are stored as they are computed in any case.
         groups = self._computed if self._settings.store == STORE_PREFILL else self._windows
         if groups and self._settings.store != STORE_NEVER:
-            for request_id in [one for one in scheduled if one in self._prefilling]:
-                state, token_count = self._states[request_id], scheduled[request_id]
+            for request_id in [one for one in confirmed if one in self._prefilling]:
+                state, token_count = self._states[request_id], confirmed[request_id]
                 computed = min(state.request.num_computed_tokens + token_count, state.request.num_prompt_tokens)
                 self._store(jobs.stores, state, computed, block_ids_of, groups)
                 end_chunk = self._lasting_chunks(state.request.num_prompt_tokens)
@@ -319,11 +319,12 @@ class ConnectorScheduler:
                     self._prefilling.discard(request_id)
                     if self._windows and self._settings.store_generated:
                         self._generating.add(request_id)
-            for request_id in [one for one in scheduled if one in self._generating]:
+            for request_id in [one for one in confirmed if one in self._generating]:
                 state = self._states[request_id]
                 self._store(jobs.stores, state, final_tokens(state.request), block_ids_of, self._windows)
         for request_id, kept in checkpoints.items():
-            if request_id in self._states and self._settings.store != STORE_NEVER:
+            wanted = request_id in self._states and request_id not in self._unconfirmed
+            if wanted and self._settings.store != STORE_NEVER:
                 for group, block, end_tokens in kept:
                     self._store_state(jobs.stores, self._states[request_id], group, block, end_tokens)
         return jobs
@@ -337,11 +338,13 @@ class ConnectorScheduler:
         self._generating.discard(request.request_id)
         state.lookup.cancel()
         self._leases.end(request.request_id)
+        unconfirmed = self._unconfirmed.finished(request)
         if state.loading:
             self._cancel.append(request.request_id)
+        if state.loading or unconfirmed:
             if self._announcements is not None:
                 self._announcements.forget(request.request_id)
-            return False  # the engine holds the blocks until the load has ended
+            return False  # the engine holds the blocks until the load, of whichever connector, has ended
         if self._announcements is not None:
             self._announcements.finished(
                 request.request_id, lambda one: self._announced_chain(lambda _: block_ids, one, state)
@@ -552,7 +555,7 @@ class ConnectorScheduler:
 
     def _lasting_chunks(self, computed_tokens: int) -> int:
         """Return the number of whole chunks that no drafter writes any more."""
-        return (computed_tokens - self._volatile_tokens) // self._settings.chunk_tokens
+        return (computed_tokens - self._cache.volatile_tokens) // self._settings.chunk_tokens
 
     def _load_ended(self, report: LoadReport) -> None:
         gone = self._loads.on_report(report)

@@ -25,12 +25,12 @@ from kvpool.connectors.vllm.identity import (
     part_of_rank,
     recurrent_block_tokens,
 )
-from kvpool.connectors.vllm.kv_groups import KvCacheGroup
+from kvpool.connectors.vllm.kv_groups import KvCache, KvCacheGroup
 from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvents
 from kvpool.connectors.vllm.worker import ConnectorWorker
-from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup
+from kvpool.connectors.vllm.worker_stores import WorkerKvCache, WorkerKvCacheGroup
 from kvpool.core.errors import GeometryUnsupported
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
@@ -124,20 +124,22 @@ def connector_scheduler(
     side = ConnectorScheduler(
         settings,
         connection,
-        [
-            KvCacheGroup(
-                block_tokens=info.block_tokens,
-                chunk_bytes=geometry.head_bytes * geometry.group.kv_heads * geometry.group.layers,
-                window_tokens=info.window_tokens,
-                recurrent=bool(info.state),
-            )
-            for geometry, info in zip(geometries, groups, strict=True)
-        ],
+        KvCache(
+            groups=[
+                KvCacheGroup(
+                    block_tokens=info.block_tokens,
+                    chunk_bytes=geometry.head_bytes * geometry.group.kv_heads * geometry.group.layers,
+                    window_tokens=info.window_tokens,
+                    recurrent=bool(info.state),
+                )
+                for geometry, info in zip(geometries, groups, strict=True)
+            ],
+            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+            shared_from_gpu=_shares_gpu_cache(settings, groups),
+            volatile_tokens=groups[0].volatile_tokens,
+        ),
         worker_count=parallel.world_size,
-        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
-        shares_gpu_cache=_shares_gpu_cache(settings, groups),
         publishes_events=events is not None and bool(events.enable_kv_cache_events),
-        volatile_tokens=groups[0].volatile_tokens,
         weights=WeightsEpoch(weight_version),
     )
     if (
@@ -206,12 +208,14 @@ def connector_worker(
     side = ConnectorWorker(
         settings,
         connection,
-        [group.for_worker for group in groups],
-        load_only=part.load_only,
-        all_or_nothing=_all_or_nothing(kv_cache_config),
+        WorkerKvCache(
+            groups=[group.for_worker for group in groups],
+            load_only=part.load_only,
+            all_or_nothing=_all_or_nothing(kv_cache_config),
+            generations=generations,
+        ),
         loads_wait_for_gpu=loads_wait_for_gpu,
         wait_when_idle=wait_when_idle,
-        generations=generations,
     )
 
     def close() -> None:
@@ -310,9 +314,10 @@ def failing_worker(settings: VllmSettings, vllm_config: Any, kv_cache_config: An
     return ConnectorWorker(
         settings,
         cast(AgentConnection, _NoConnection()),
-        [group] * (len(kv_cache_config.kv_cache_groups) if kv_cache_config is not None else 1),
-        load_only=False,
-        all_or_nothing=_all_or_nothing(kv_cache_config),
+        WorkerKvCache(
+            groups=[group] * (len(kv_cache_config.kv_cache_groups) if kv_cache_config is not None else 1),
+            all_or_nothing=_all_or_nothing(kv_cache_config),
+        ),
     )
 
 

@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.block_generations import BlockGenerations, Int64s
+from kvpool.client.block_generations import Int64s
 from kvpool.client.engine_items import LoadResult
 from kvpool.client.handle import AsyncHandle
 from kvpool.client.hashing import Prompt
@@ -31,7 +31,7 @@ from kvpool.connectors.vllm.layerwise_loads import LayerwiseLoads
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvent
 from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreReport, block_table, prompt_of_job
-from kvpool.connectors.vllm.worker_stores import WorkerKvCacheGroup, WorkerStores
+from kvpool.connectors.vllm.worker_stores import WorkerKvCache, WorkerStores
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Overloaded, ServiceUnavailable, Stopped
 
 _LOADS_MAX = 40  # at once: an agent takes 64 loads and stores of a session
@@ -72,23 +72,18 @@ class ConnectorWorker:
         self,
         settings: VllmSettings,
         connection: AgentConnection,
-        groups: Sequence[WorkerKvCacheGroup],
+        cache: WorkerKvCache,
         *,
-        load_only: bool,
-        all_or_nothing: bool = False,
         loads_wait_for_gpu: bool = True,
         wait_when_idle: bool = False,
-        generations: BlockGenerations | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """groups: in vLLM's order, as the pools of the connection. load_only: another rank stores the same heads.
-        all_or_nothing: the engine cannot use part of a failed load; `take_failed_requests` returns it instead of
-        blocks. loads_wait_for_gpu: whether loads wait for GPU work launched before, which may still write to their
-        blocks. wait_when_idle: whether a step that computes nothing may wait a moment for a load to end, as no other
-        rank waits for this one then. generations: of the blocks of the only group, if other engines may copy them."""
-        self._settings, self._connection, self._groups = settings, connection, groups
-        self._all_or_nothing, self._loads_wait_for_gpu, self._now_s = all_or_nothing, loads_wait_for_gpu, now_s
-        self._generations = generations
+        """loads_wait_for_gpu: whether loads wait for GPU work launched before, which may still write to their blocks.
+        wait_when_idle: whether a step that computes nothing may wait a moment for a load to end, as no other rank waits
+        for this one then."""
+        self._settings, self._connection, self._groups = settings, connection, cache.groups
+        self._all_or_nothing, self._generations = cache.all_or_nothing, cache.generations
+        self._loads_wait_for_gpu, self._now_s = loads_wait_for_gpu, now_s
         self._announced: list[tuple[bytes, Int64s, Int64s]] = []  # in this step: chunks, blocks, generations
         self._done: deque[Callable[[], None]] = deque()  # appended on the loop, run here
         self._requests: dict[str, _Request] = {}  # whose loads have not ended
@@ -107,8 +102,7 @@ class ConnectorWorker:
         self._stores = WorkerStores(
             settings,
             connection,
-            groups,
-            load_only=load_only,
+            cache,
             later=self._done.append,
             on_ended=self._reports.append,
             now_s=now_s,
@@ -272,7 +266,8 @@ class ConnectorWorker:
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Return requests of `take_finished_recving` that must be computed completely."""
+        """Return requests of `take_finished_recving` that must be computed completely, of an engine that cannot use
+        part of a load."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 

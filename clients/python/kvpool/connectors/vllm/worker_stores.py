@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvpool.client.block_generations import BlockGenerations
 from kvpool.client.engine_items import StoreResult
 from kvpool.client.pool import AsyncPool
 from kvpool.connectors.vllm.agent_connection import AgentConnection, unreachable
@@ -34,6 +35,21 @@ class WorkerKvCacheGroup:
     chunk_bytes: int
     step_events: StepEvents
     split: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerKvCache:
+    """The KV cache of one rank.
+
+    groups: in vLLM's order, as the pools of a connection. load_only: another rank stores the same heads.
+    all_or_nothing: the engine can resume only from the end of a load, not from its middle. generations: of the blocks
+    of the only group, if other engines may copy them.
+    """
+
+    groups: Sequence[WorkerKvCacheGroup]
+    load_only: bool = False
+    all_or_nothing: bool = False
+    generations: BlockGenerations | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,16 +95,15 @@ class WorkerStores:
         self,
         settings: VllmSettings,
         connection: AgentConnection,
-        groups: Sequence[WorkerKvCacheGroup],
+        cache: WorkerKvCache,
         *,
-        load_only: bool,
         later: Callable[[Callable[[], None]], None],
         on_ended: Callable[[StoreReport], None],
         now_s: Callable[[], float],
     ) -> None:
         """later: runs a function on the engine's thread soon. For the others see ConnectorWorker."""
         self._step_start = StepStart()
-        self._settings, self._connection, self._groups, self._load_only = settings, connection, groups, load_only
+        self._settings, self._connection, self._cache, self._groups = settings, connection, cache, cache.groups
         self._later, self._on_ended, self._now_s = later, on_ended, now_s
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Store] = deque()  # for an event
@@ -99,7 +114,7 @@ class WorkerStores:
         """Queue a store of this step's results. invalid_blocks: blocks that this step read but whose load failed."""
         store = _Store(job=job, started_s=self._now_s())
         chunks = job.end_chunk - job.first_chunk
-        if self._load_only:  # another rank stores the same heads
+        if self._cache.load_only:  # another rank stores the same heads
             self._end(store, _Outcome())
         elif not self._connection.pools:
             self._end(store, _Outcome(failed=chunks, failures={str(unreachable())}))
