@@ -11,8 +11,8 @@ from rich.console import RenderableType
 
 from kvpool.client.index import NamedKeyspace
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.policy import KeyspacePolicy, StagingMode, WritePolicy, option_name, option_of
-from kvpool.core.retention import Retention
+from kvpool.core.policy import MAX_REPLICAS, KeyspacePolicy, StagingMode, WritePolicy, option_name, option_of
+from kvpool.core.retention import PRIORITY_MAX, Retention
 from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, UsageFailed
 from kvpool_cli.options import OneKeyspace, size_option
@@ -48,14 +48,18 @@ def set_policy(
     write_policy: WritePolicyOption = None,
     staging: StagingOption = None,
     selective_min_uses: Annotated[
-        int | None, typer.Option(metavar="N", help="Selective: pages go to disk at this use; 0: as the node says.")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Selective: pages go to disk at this use; 0: as the node says."),
     ] = None,
     selective_min_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Selective: pages of prompts this long go at once; 0: as the node says."),
+        typer.Option(min=0, metavar="N", help="Selective: pages of prompts this long go at once; 0: as the node says."),
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(metavar="N", help="Nodes that should hold each page; 0: as the nodes say.")
+        int | None,
+        typer.Option(
+            min=0, max=MAX_REPLICAS, metavar="N", help="Nodes that should hold each page; 0: as the nodes say."
+        ),
     ] = None,
     quota: Annotated[int | None, size_option("--quota", "Of each node, such as 10GiB; 0: no quota.")] = None,
     ttl: Annotated[
@@ -65,7 +69,13 @@ def set_policy(
         ),
     ] = None,
     priority: Annotated[
-        int | None, typer.Option(metavar="N", help="Of pages stored without one: -100, first to go, to 100.")
+        int | None,
+        typer.Option(
+            min=-PRIORITY_MAX,
+            max=PRIORITY_MAX,
+            metavar="N",
+            help="Of pages stored without one: -100, first to go, to 100.",
+        ),
     ] = None,
 ) -> int:
     """Change a keyspace's policy; what is not named stays as it is.

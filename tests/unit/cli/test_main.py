@@ -79,6 +79,12 @@ def test_help_shows_flags_without_a_value(capsys: pytest.CaptureFixture[str]) ->
         ["cache", "pin", "x", "--for", "5"],
         ["policy", "set"],
         ["cluster", "up", "--device", "tpu"],
+        ["cluster", "status", "--check", "--expect", "-1"],
+        ["cluster", "logs", "--lines", "-1"],
+        ["cache", "evict", "tokens.json", "--from-token", "-1", "--yes"],
+        ["policy", "set", "--keyspace", "k", "--replicas", "17"],
+        ["policy", "set", "--keyspace", "k", "--priority", "-101"],
+        ["policy", "set", "--keyspace", "k", "--selective-min-uses", "-1"],
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
