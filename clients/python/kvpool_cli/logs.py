@@ -41,7 +41,7 @@ def logs(
     process: Annotated[
         list[str] | None, typer.Argument(metavar="PROCESS", help="Names such as index-0 (default: all).")
     ] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines of each.")] = 20,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, metavar="N", help="Last lines of each.")] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing what is added.")] = False,
 ) -> int:
     """Show the ends of the logs of the cluster's processes. With --json, a document for each line."""

@@ -15,7 +15,7 @@ from kvpool.core.policy import MAX_REPLICAS, KeyspacePolicy, StagingMode, WriteP
 from kvpool.core.retention import PRIORITY_MAX, Retention
 from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, UsageFailed
-from kvpool_cli.options import OneKeyspace, size_option
+from kvpool_cli.options import OneKeyspace, RequiredKeyspace, size_option
 from kvpool_cli.output import print_json, show, table
 from kvpool_cli.quantities import duration_from_text, size
 from kvpool_cli.targets import find_target, keyspace_of_name, keyspaces_of_name, open_index, run
@@ -43,7 +43,7 @@ StagingOption = Annotated[
 
 def set_policy(
     common: Common,
-    keyspace: Annotated[str, typer.Option("--keyspace", "-k", metavar="NAME", help="The keyspace.")],
+    keyspace: RequiredKeyspace,
     reset: Annotated[bool, typer.Option("--reset", help="Begin with the defaults of the nodes.")] = False,
     write_policy: WritePolicyOption = None,
     staging: StagingOption = None,
