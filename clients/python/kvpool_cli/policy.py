@@ -17,7 +17,7 @@ from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, UsageFailed
 from kvpool_cli.options import OneKeyspace, RequiredKeyspace, size_option
 from kvpool_cli.output import print_json, show, table
-from kvpool_cli.quantities import duration_from_text, size
+from kvpool_cli.quantities import duration, duration_from_text, size
 from kvpool_cli.targets import find_target, keyspace_of_name, keyspaces_of_name, open_index, run
 
 OptionT = TypeVar("OptionT", WritePolicy, StagingMode)
@@ -117,7 +117,7 @@ def show_policies(common: Common, keyspace: OneKeyspace = "") -> int:
 
 def _print(common: Common, named: list[NamedKeyspace]) -> int:
     if common.json:
-        print_json({"keyspaces": [document(one) for one in named]})
+        print_json(to_document(named))
     else:
         show(render(named))
     return EXIT_OK
@@ -147,6 +147,11 @@ class Change:
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
+
+
+def to_document(named: list[NamedKeyspace]) -> dict[str, Any]:
+    """The document of `--json`."""
+    return {"version": 1, "keyspaces": [document(one) for one in named]}
 
 
 def document(named: NamedKeyspace) -> dict[str, Any]:
@@ -193,7 +198,7 @@ def _selective(policy: KeyspacePolicy) -> str:
 
 
 def _retention(retention: Retention) -> str:
-    parts = [f"{retention.ttl_ms} ms"] if retention.ttl_ms else []
+    parts = [duration(retention.ttl_ms / 1e3)] if retention.ttl_ms else []
     parts += [f"priority {retention.priority}"] if retention.priority else []
     return ", ".join(parts) or "-"
 
