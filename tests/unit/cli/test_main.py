@@ -73,6 +73,8 @@ def test_help_shows_flags_without_a_value(capsys: pytest.CaptureFixture[str]) ->
     [
         ["nothing"],
         ["cluster", "nothing"],
+        ["cluster", "--state-dir", "x"],
+        ["cluster", "--nothing", "down"],
         ["cluster", "up", "--deta"],
         ["cluster", "up", "--arena-bytes", "much"],
         ["cache", "match"],
@@ -149,7 +151,14 @@ def test_the_state_directory_comes_from_anywhere_on_the_line_or_the_environment(
     assert run_command(["cluster", "down"]) == 0
     assert str(tmp_path / "named") in capsys.readouterr().out
     flag = ["--state-dir", str(tmp_path / "flag")]
-    for argv in ([*flag, "cluster", "down"], ["cluster", "down", *flag]):
+    joined = f"--state-dir={tmp_path / 'flag'}"
+    for argv in (
+        [*flag, "cluster", "down"],
+        ["cluster", *flag, "down"],
+        ["cluster", "--json", joined, "down"],
+        ["cluster", "down", *flag],
+        ["cluster", "--state-dir", str(tmp_path / "less"), "down", *flag],
+    ):
         assert run_command(argv) == 0
         assert str(tmp_path / "flag") in capsys.readouterr().out
 
