@@ -48,7 +48,10 @@ def logs(
     directory = log_dir(common.state_dir)
     paths = sorted(path for path in directory.glob("*.log") if not process or path.stem in process)
     if not paths:
-        raise CommandFailed(f"no logs of {', '.join(process or ()) or 'any process'} in {directory}")
+        there = ", ".join(sorted(path.stem for path in directory.glob("*.log"))) or "none; --state-dir names another"
+        raise CommandFailed(
+            f"no logs of {', '.join(process or ()) or 'any process'} in {directory}; there are: {there}"
+        )
     positions = {path: path.stat().st_size for path in paths}
     for path in paths:
         for text in last_lines(path, lines):

@@ -72,7 +72,10 @@ async def open_index(target: Target) -> AsyncIterator[IndexClient]:
     try:
         yield index
     except ServiceUnavailable as error:
-        raise CommandFailed(f"the index at {target.index_endpoint} does not answer ({said(error)})") from error
+        raise CommandFailed(
+            f"the index at {target.index_endpoint} does not answer ({said(error)}); "
+            "see that it runs, that the address is right, and whether it wants TLS (--tls-ca-file)"
+        ) from error
     finally:
         await index.close()
 

@@ -120,6 +120,31 @@ def test_impossible_options_are_one_line_and_code_2(
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize(
+    ("argv", "code", "part"),
+    [
+        (["cluster", "up", "--arena-bytes", "much"], 2, "'--arena-bytes': 'much' is not a size; write"),
+        (["cache", "match", "--text", "x", "--server", "host"], 2, "--server host wants http:// or https://"),
+        (["cache", "match", "absent", "--text", "x", "--server", "http://127.0.0.1:1"], 2, "give one prompt: "),
+        (["cache", "match", "--text", "x", "--server", "http://127.0.0.1:1"], 1, "name a vLLM or SGLang server that"),
+        (["cluster", "status", "--index", "127.0.0.1:1"], 1, "see that it runs, that the address is right"),
+        (["cache", "flush", "--node", "unix:/nothing", "--timeout", "500ms"], 1, "see that the pagestore runs and"),
+        (["cluster", "logs", "index-1"], 1, "there are: index-0, pagestore-0"),
+    ],
+)
+@pytest.mark.usefixtures("no_retries")
+def test_an_error_says_what_to_do_next(
+    argv: list[str], code: int, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("pagestore-0", "index-0"):
+        (tmp_path / "logs" / f"{name}.log").write_text("ready\n")
+    assert run_command(["--state-dir", str(tmp_path), *argv]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert part in line
+    assert "recompute" not in line, "that is advice for engines"
+
+
 @pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("win32", "AMD64"), ("linux", "ppc64le")])
 def test_other_platforms_are_refused(
     system: str, machine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
