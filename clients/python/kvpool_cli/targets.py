@@ -74,7 +74,7 @@ async def open_index(target: Target) -> AsyncIterator[IndexClient]:
     except ServiceUnavailable as error:
         raise CommandFailed(
             f"the index at {target.index_endpoint} does not answer ({said(error)}); "
-            "see that it runs, that the address is right, and whether it wants TLS (--tls-ca-file)"
+            "see that it runs and that the address is right"
         ) from error
     finally:
         await index.close()

@@ -127,7 +127,7 @@ def test_impossible_options_are_one_line_and_code_2(
         (["cache", "match", "--text", "x", "--server", "host"], 2, "--server host wants http:// or https://"),
         (["cache", "match", "absent", "--text", "x", "--server", "http://127.0.0.1:1"], 2, "give one prompt: "),
         (["cache", "match", "--text", "x", "--server", "http://127.0.0.1:1"], 1, "name a vLLM or SGLang server that"),
-        (["cluster", "status", "--index", "127.0.0.1:1"], 1, "see that it runs, that the address is right"),
+        (["cluster", "status", "--index", "127.0.0.1:1"], 1, "see that it runs and that the address is right"),
         (["cache", "flush", "--node", "unix:/nothing", "--timeout", "500ms"], 1, "see that the pagestore runs and"),
         (["cluster", "logs", "index-1"], 1, "there are: index-0, pagestore-0"),
     ],
