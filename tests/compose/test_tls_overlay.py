@@ -61,7 +61,7 @@ async def test_an_index_serves_none_without_a_certificate(tls_cluster: ComposedC
 
 
 def test_commands_in_a_container_of_the_index_speak_tls(tls_cluster: ComposedCluster, client_files: Path) -> None:
-    said = tls_cluster.compose("exec", "-T", "index-1", "kvpool", "status", "--index", "index-0:7100")
+    said = tls_cluster.compose("exec", "-T", "index-1", "kvpool", "cluster", "status", "--index", "index-0:7100")
     assert all(f"pagestore-{node}" in said for node in (0, 1)), said
 
 

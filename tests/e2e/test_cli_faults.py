@@ -105,6 +105,21 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path, below: s
         assert str(directory) in line and "--state-dir" in line
 
 
+def test_a_redis_that_does_not_answer_is_a_remark(tmp_path: Path) -> None:
+    """Services wait for Redis, so the cluster is there; a URL with a slip must not look as if it were right."""
+    cluster = Cluster(tmp_path)
+    up = ("cluster", "up", "--detach", "--pagestores", "0", "--redis", "redis://127.0.0.1:1")
+    with cluster.start(*up) as command:
+        try:
+            _, errors = command.communicate(timeout=110)
+            assert command.returncode == 0
+            (remark,) = errors.splitlines()
+            assert "the Redis that --redis names does not answer" in remark
+        finally:
+            command.kill()
+            cluster.run("cluster", "down")
+
+
 def test_an_arena_larger_than_memory_is_one_line(tmp_path: Path) -> None:
     size_bytes = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     line = _one_line(Cluster(tmp_path).run("cluster", "up", "--memory-index", "--arena-bytes", str(size_bytes), code=2))

@@ -15,7 +15,7 @@ DEMO_S = 1800.0
 def test_it_comes_up(kube: Kube) -> None:
     kube.apply(HERE / "dev")
     kube.wait(NAMESPACE, "statefulset/kvpool-redis", "deployment/kvpool-index", "statefulset/kvpool-pagestore")
-    command = ("kvpool", "status", "--index", "localhost:7100")
+    command = ("kvpool", "cluster", "status", "--index", "localhost:7100")
     said = kube.execute(NAMESPACE, "deploy/kvpool-index", "index", *command)
     assert "2 pagestores" in said, said
 

@@ -26,7 +26,7 @@ TLS = ("--tls-ca-file", "/run/kvpool/tls/ca.crt")
 MUTUAL = (*TLS, "--tls-cert-file", "/run/kvpool/tls/tls.crt", "--tls-key-file", "/run/kvpool/tls/tls.key")
 NAMED = (*MUTUAL, "--tls-server-name", "kvpool")  # agents announce IPs, which no certificate has
 ONE_PAGESTORE = "kvpool-pagestore-0.kvpool-pagestore.kvpool.svc:7200"
-STATUS = ("kvpool", "status", "--index", "kvpool-index.kvpool.svc:7100")
+STATUS = ("kvpool", "cluster", "status", "--index", "kvpool-index.kvpool.svc:7100")
 
 
 @dataclass(frozen=True, slots=True)

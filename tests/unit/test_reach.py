@@ -29,7 +29,6 @@ UNUSED_ON_PURPOSE: Mapping[str, str] = {
     "kvpool_server/config.py:option_texts": "docs/configuration.md is made of it",
     "kvpool_server/fds.py:FdServer.connection_count": "seen by tests: how many connections are held",
     "kvpool_server/fds.py:PeerCredentials.gid": "one of the three numbers that the kernel gives",
-    "kvpool_cli/common.py:COMMON_FLAGS": "docs/cli.md leaves them out of each command",
     "kvpool_cli/lazy.py:_PlainFlags.get_help_option_names": "typer calls it",
     "kvpool_cli/output.py:as_text": "the tables of bench/ and demo/",
     "kvpool_index/core/entries.py:encode_entry": "what decode_value reads, for tests and bench/",

@@ -56,7 +56,7 @@ def evict(
     whole_keyspace: Annotated[
         bool, typer.Option("--whole-keyspace", help="All chunks of --keyspace, instead of a FILE.")
     ] = False,
-    from_token: Annotated[int, typer.Option(metavar="N", help="Leave the chunks before this token.")] = 0,
+    from_token: Annotated[int, typer.Option(min=0, metavar="N", help="Leave the chunks before this token.")] = 0,
     node: Node = "",
     staging_only: Annotated[
         bool, typer.Option("--staging-only", help="Free memory: only pages that are also on disk.")
@@ -108,7 +108,7 @@ async def _on_batches(
             keyspace, batches = (await keyspace_of_name(index, wanted.keyspace)).keyspace, [None]
         else:
             chain = await chain_of(index, wanted.keyspace, wanted.tokens)
-            first_chunk = -(-max(0, wanted.from_token) // chain.named.spec.chunk_tokens)
+            first_chunk = -(-wanted.from_token // chain.named.spec.chunk_tokens)
             keyspace, batches = chain.opened.keyspace, list(chain.batches(first_chunk))
         nodes = await live_pagestores(index, wanted.node)
     options = {"staging_only": wanted.staging_only, "with_pinned": wanted.with_pinned, "timeout_s": CALL_TIMEOUT_S}

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.client.pagestore_control import FlushOutcome, PageStoreControl
+from kvpool.core.errors import DeadlineExceeded, ServiceUnavailable
 from kvpool_cli.answers import exit_code, nodes_document, nodes_table
 from kvpool_cli.common import Common
-from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, UsageFailed
+from kvpool_cli.errors import EXIT_FAILED, EXIT_OK, CommandFailed, UsageFailed
 from kvpool_cli.options import OneKeyspace, duration_option
 from kvpool_cli.output import print_json, show
 from kvpool_cli.targets import (
@@ -19,6 +20,7 @@ from kvpool_cli.targets import (
     on_every_pagestore,
     open_pagestore,
     run,
+    said,
 )
 
 
@@ -60,8 +62,14 @@ def _counts(done: FlushOutcome) -> dict[str, Any]:
 
 
 async def _flush_one(target: Target, endpoint: str, timeout_s: float, *, json: bool) -> int:
-    async with open_pagestore(target, endpoint) as control:
-        outcome = await control.flush(timeout_s=timeout_s)
+    try:
+        async with open_pagestore(target, endpoint) as control:
+            outcome = await control.flush(timeout_s=timeout_s)
+    except (ServiceUnavailable, DeadlineExceeded) as error:
+        raise CommandFailed(
+            f"{endpoint} did not flush ({said(error)}); "
+            "see that the pagestore runs and, if it does, give it more --timeout"
+        ) from error
     if json:
         print_json({"version": 1, "nodes": [{"endpoint": endpoint, "error": ""} | _counts(outcome)]})
     else:

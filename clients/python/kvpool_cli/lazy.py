@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kvpool_cli.common import COMMON_FLAGS
+
 _LOADED = ("params", "callback", "help")
 
 
@@ -54,7 +56,17 @@ class LazyCommand(_PlainFlags, TyperCommand):
 
 
 class Group(_PlainFlags, TyperGroup):
-    """A group of commands."""
+    """A group of commands. Options of every command that stand before its name count as if they stood after it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Called by the group above, or with the whole command line."""
+        count = 0
+        while ctx.parent is not None and count < len(args) and args[count].partition("=")[0] in COMMON_FLAGS:
+            count += 1 if args[count] == "--json" or "=" in args[count] else 2
+        if count and count >= len(args):
+            ctx.fail("Missing command.")
+        common, rest = args[:count], args[count:]
+        return super().parse_args(ctx, [*rest[:1], *common, *rest[1:]])
 
 
 def group(name: str, text: str, commands: Sequence[LazyCommand]) -> Group:

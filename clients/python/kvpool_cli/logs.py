@@ -41,14 +41,17 @@ def logs(
     process: Annotated[
         list[str] | None, typer.Argument(metavar="PROCESS", help="Names such as index-0 (default: all).")
     ] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", help="Last lines of each.")] = 20,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, metavar="N", help="Last lines of each.")] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing what is added.")] = False,
 ) -> int:
     """Show the ends of the logs of the cluster's processes. With --json, a document for each line."""
     directory = log_dir(common.state_dir)
     paths = sorted(path for path in directory.glob("*.log") if not process or path.stem in process)
     if not paths:
-        raise CommandFailed(f"no logs of {', '.join(process or ()) or 'any process'} in {directory}")
+        there = ", ".join(sorted(path.stem for path in directory.glob("*.log"))) or "none; --state-dir names another"
+        raise CommandFailed(
+            f"no logs of {', '.join(process or ()) or 'any process'} in {directory}; there are: {there}"
+        )
     positions = {path: path.stat().st_size for path in paths}
     for path in paths:
         for text in last_lines(path, lines):

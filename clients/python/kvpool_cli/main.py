@@ -199,6 +199,7 @@ def _not_understood(error: Exception, *, as_json: bool) -> int:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "kvpool"
     message = getattr(error, "format_message", lambda: str(error))()
+    message = message.replace("Value error, ", "", 1)  # of the validation below typer; what follows is ours
     if type(error).__name__ == "NoArgsIsHelpError":
         sys.stderr.write(f"{message}\n")
         return EXIT_USAGE

@@ -19,7 +19,9 @@ def _named(ctx: typer.Context, param: typer.CallbackParam, value: str) -> str:
     """Refuse a name that came out empty, as that of a variable that is not set: it must not stand for all."""
     source = ctx.get_parameter_source(str(param.name))
     if not value and source is not None and source.name == "COMMANDLINE":
-        raise typer.BadParameter("must not be empty; leave the option out to name none")
+        raise typer.BadParameter(
+            "must not be empty" + ("" if param.required else "; leave the option out to name none")
+        )
     return value
 
 
@@ -28,6 +30,7 @@ def _name_option(*flags: str, metavar: str, help: str) -> Any:
 
 
 Keyspace = Annotated[str, _name_option("--keyspace", "-k", metavar="NAME", help="Needed if there is more than one.")]
+RequiredKeyspace = Annotated[str, _name_option("--keyspace", "-k", metavar="NAME", help="The keyspace.")]
 OneKeyspace = Annotated[str, _name_option("--keyspace", "-k", metavar="NAME", help="Only this one (default: all).")]
 Node = Annotated[
     str, _name_option("--node", metavar="NODE", help="Only this one: node id (its beginning), host id or endpoint.")

@@ -11,13 +11,13 @@ from rich.console import RenderableType
 
 from kvpool.client.index import NamedKeyspace
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.policy import KeyspacePolicy, StagingMode, WritePolicy, option_name, option_of
-from kvpool.core.retention import Retention
+from kvpool.core.policy import MAX_REPLICAS, KeyspacePolicy, StagingMode, WritePolicy, option_name, option_of
+from kvpool.core.retention import PRIORITY_MAX, Retention
 from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, UsageFailed
-from kvpool_cli.options import OneKeyspace, size_option
+from kvpool_cli.options import OneKeyspace, RequiredKeyspace, size_option
 from kvpool_cli.output import print_json, show, table
-from kvpool_cli.quantities import duration_from_text, size
+from kvpool_cli.quantities import duration, duration_from_text, size
 from kvpool_cli.targets import find_target, keyspace_of_name, keyspaces_of_name, open_index, run
 
 OptionT = TypeVar("OptionT", WritePolicy, StagingMode)
@@ -43,19 +43,23 @@ StagingOption = Annotated[
 
 def set_policy(
     common: Common,
-    keyspace: Annotated[str, typer.Option("--keyspace", "-k", metavar="NAME", help="The keyspace.")],
+    keyspace: RequiredKeyspace,
     reset: Annotated[bool, typer.Option("--reset", help="Begin with the defaults of the nodes.")] = False,
     write_policy: WritePolicyOption = None,
     staging: StagingOption = None,
     selective_min_uses: Annotated[
-        int | None, typer.Option(metavar="N", help="Selective: pages go to disk at this use; 0: as the node says.")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Selective: pages go to disk at this use; 0: as the node says."),
     ] = None,
     selective_min_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Selective: pages of prompts this long go at once; 0: as the node says."),
+        typer.Option(min=0, metavar="N", help="Selective: pages of prompts this long go at once; 0: as the node says."),
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(metavar="N", help="Nodes that should hold each page; 0: as the nodes say.")
+        int | None,
+        typer.Option(
+            min=0, max=MAX_REPLICAS, metavar="N", help="Nodes that should hold each page; 0: as the nodes say."
+        ),
     ] = None,
     quota: Annotated[int | None, size_option("--quota", "Of each node, such as 10GiB; 0: no quota.")] = None,
     ttl: Annotated[
@@ -65,7 +69,13 @@ def set_policy(
         ),
     ] = None,
     priority: Annotated[
-        int | None, typer.Option(metavar="N", help="Of pages stored without one: -100, first to go, to 100.")
+        int | None,
+        typer.Option(
+            min=-PRIORITY_MAX,
+            max=PRIORITY_MAX,
+            metavar="N",
+            help="Of pages stored without one: -100, first to go, to 100.",
+        ),
     ] = None,
 ) -> int:
     """Change a keyspace's policy; what is not named stays as it is.
@@ -107,7 +117,7 @@ def show_policies(common: Common, keyspace: OneKeyspace = "") -> int:
 
 def _print(common: Common, named: list[NamedKeyspace]) -> int:
     if common.json:
-        print_json({"keyspaces": [document(one) for one in named]})
+        print_json(to_document(named))
     else:
         show(render(named))
     return EXIT_OK
@@ -137,6 +147,11 @@ class Change:
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
+
+
+def to_document(named: list[NamedKeyspace]) -> dict[str, Any]:
+    """The document of `--json`."""
+    return {"version": 1, "keyspaces": [document(one) for one in named]}
 
 
 def document(named: NamedKeyspace) -> dict[str, Any]:
@@ -183,7 +198,7 @@ def _selective(policy: KeyspacePolicy) -> str:
 
 
 def _retention(retention: Retention) -> str:
-    parts = [f"{retention.ttl_ms} ms"] if retention.ttl_ms else []
+    parts = [duration(retention.ttl_ms / 1e3)] if retention.ttl_ms else []
     parts += [f"priority {retention.priority}"] if retention.priority else []
     return ", ".join(parts) or "-"
 

@@ -32,10 +32,9 @@ class TokenSource:
 
     def one(self) -> list[int]:
         """The tokens of one prompt. Raises CommandFailed."""
-        found = self.all()
-        if len(found) != 1:
+        if len(self.tokens) + bool(self.text) != 1:
             raise UsageFailed("give one prompt: a FILE of token ids, or --text with --tokenizer or --server")
-        return found[0]
+        return self.all()[0]
 
     def all(self) -> list[list[int]]:
         """The tokens of each prompt. Raises CommandFailed."""
@@ -80,17 +79,17 @@ def tokenized_by_server(url: str, text: str) -> list[int]:
     from http.client import HTTPException
     from urllib.request import Request, urlopen
 
+    if not url.lower().startswith(("http://", "https://")):
+        raise UsageFailed(f"--server {url} wants http:// or https://")
     body = json.dumps({"prompt": text}).encode()
     address = f"{url.rstrip('/').removesuffix('/v1')}/tokenize"
     try:
         request = Request(address, data=body, headers={"Content-Type": "application/json"})
-        if request.type not in ("http", "https"):
-            raise UsageFailed(f"--server {url} wants http:// or https://")
         with urlopen(request, timeout=_SERVER_TIMEOUT_S) as answer:
             document = json.loads(answer.read(_ANSWER_BYTES_MAX))
         return _checked(address, document["tokens"])
     except (HTTPException, OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandFailed(f"{address} does not tokenize: {error}") from error
+        raise CommandFailed(f"{address} does not tokenize ({error}); name a vLLM or SGLang server that runs") from error
 
 
 def read_tokens(name: str) -> list[int]:

@@ -17,6 +17,15 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
+def duration(duration_s: float) -> str:
+    """A duration in the largest unit, up to days, of which it is a whole number."""
+    milliseconds = round(duration_s * 1e3)
+    for unit in ("d", "h", "m", "s"):
+        if milliseconds and milliseconds % round(_SECONDS_OF[unit] * 1e3) == 0:
+            return f"{milliseconds // round(_SECONDS_OF[unit] * 1e3)} {unit}"
+    return f"{milliseconds} ms"
+
+
 def duration_from_text(text: str | float) -> float:
     """Seconds of "500ms", "90s", "15m", "24h", "7d" or "2w". Raises ValueError."""
     if isinstance(text, int | float):

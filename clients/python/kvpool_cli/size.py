@@ -195,5 +195,8 @@ def _read(name: str) -> Mapping[str, Any]:
     config = text if isinstance(text, dict) else document
     kinds = set(config.get("layer_types") or ())
     if kinds - {"full_attention"}:
-        raise CommandFailed(f"{name} has layers of {', '.join(sorted(kinds))}: hybrid models are not served")
+        raise CommandFailed(
+            f"{name} has layers of {', '.join(sorted(kinds))}, and `kvpool size` computes full attention only; "
+            "give --layers, --kv-heads and --head-dim of the layers with full attention instead of the file"
+        )
     return config

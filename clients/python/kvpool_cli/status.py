@@ -30,7 +30,9 @@ def status(
     check: Annotated[
         bool, typer.Option("--check", help="For monitoring: print only what is wrong; exit code 1 if anything is.")
     ] = False,
-    expect: Annotated[int, typer.Option(metavar="N", help="Pagestores that there should be: fewer is wrong, too.")] = 0,
+    expect: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Pagestores that there should be: fewer is wrong, too.")
+    ] = 0,
 ) -> int:
     """Show nodes, their arenas and disks, keyspaces; exit code 1 if the store or a node cannot be reached."""
     target = find_target(common)

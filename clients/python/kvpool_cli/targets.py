@@ -15,10 +15,11 @@ from kvpool.client.index import IndexClient, NamedKeyspace
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.tls import TlsCredentials, tls_from_environment
 from kvpool.client.transfer import PageTransferClient
+from kvpool.core.addresses import check_endpoint
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable
 from kvpool_cli.common import Common
-from kvpool_cli.errors import CommandFailed
+from kvpool_cli.errors import CommandFailed, UsageFailed
 from kvpool_cli.state import ClusterState, read_state
 
 ResultT = TypeVar("ResultT")
@@ -44,6 +45,7 @@ def find_target(common: Common) -> Target:
     """The cluster that --index or the state directory names. Raises CommandFailed if there is none."""
     tls = find_tls(common)
     if common.index:
+        _check_index(common.index)
         return Target(index_endpoint=common.index, state=None, tls=tls)
     state = read_state(common.state_dir)
     endpoints = [process.endpoints.get("endpoint", "") for process in state.of_role("index")] if state else []
@@ -53,6 +55,15 @@ def find_target(common: Common) -> Target:
             "start one with `kvpool cluster up`, or name one by --index HOST:PORT"
         )
     return Target(index_endpoint=endpoints[0], state=state, tls=tls)
+
+
+def _check_index(text: str) -> None:
+    """Raises UsageFailed for an address that gRPC would take for another: it adds a port, and wraps one of 99999."""
+    try:
+        for endpoint in filter(None, text.split(",")) if text.strip(",") else [text]:
+            check_endpoint(endpoint, "--index")
+    except InvalidRequest as error:
+        raise UsageFailed(error.message) from error
 
 
 def client_config(target: Target) -> ClientConfig:
@@ -72,7 +83,10 @@ async def open_index(target: Target) -> AsyncIterator[IndexClient]:
     try:
         yield index
     except ServiceUnavailable as error:
-        raise CommandFailed(f"the index at {target.index_endpoint} does not answer ({said(error)})") from error
+        raise CommandFailed(
+            f"the index at {target.index_endpoint} does not answer ({said(error)}); "
+            "see that it runs and that the address is right"
+        ) from error
     finally:
         await index.close()
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from kvpool.core.errors import StartupFailed
+from kvpool.core.errors import KvPoolError, StartupFailed
 from kvpool_cli.child import READY_TIMEOUT_S
 from kvpool_cli.cluster import ClusterOptions, check_gpus, visible_gpus
 from kvpool_cli.common import Common
@@ -108,7 +108,7 @@ def up(
     )
     check_gpus(options, visible_gpus)
     if detach:
-        return _detach(common)
+        return _detach(common, options)
     return _Foreground(options, common).run()
 
 
@@ -133,6 +133,7 @@ class _Foreground:
             self._supervisor = Supervisor(self._options, lambda: self._signal_count > 0, say)
             state = self._supervisor.start()
             _print(self._common, state, "Ctrl-C drains and ends the cluster.")
+            _warn_of_redis(self._common, state, self._options)
             self._supervisor.watch()
         except StartupFailed:
             if not self._signal_count:
@@ -163,7 +164,7 @@ def clean_leftovers(state_dir: Path) -> None:
         state_file(state_dir).unlink(missing_ok=True)
 
 
-def _detach(common: Common) -> int:
+def _detach(common: Common, options: ClusterOptions) -> int:
     state_dir = common.state_dir
     argv = [word for word in common.argv if word not in ("--detach", "--json")]
     lock = StateLock(state_dir)
@@ -184,13 +185,15 @@ def _detach(common: Common) -> int:
             start_new_session=True,
         )
     try:
-        return _await_detached(common, supervisor, log_path)
+        return _await_detached(common, options, supervisor, log_path)
     except KeyboardInterrupt:
         supervisor.terminate()
         raise
 
 
-def _await_detached(common: Common, supervisor: subprocess.Popen[bytes], log_path: Path) -> int:
+def _await_detached(
+    common: Common, options: ClusterOptions, supervisor: subprocess.Popen[bytes], log_path: Path
+) -> int:
     deadline_s = time.monotonic() + READY_TIMEOUT_S * 3
     while time.monotonic() < deadline_s:
         if supervisor.poll() is not None:
@@ -200,6 +203,7 @@ def _await_detached(common: Common, supervisor: subprocess.Popen[bytes], log_pat
         state = read_state(common.state_dir)
         if state is not None and state.ready and state.supervisor_pid == supervisor.pid:
             _print(common, state, "End it with `kvpool cluster down`.")
+            _warn_of_redis(common, state, options)
             supervisor.returncode = 0  # it goes on without us: Popen must not warn that it was not waited for
             return EXIT_OK
         time.sleep(0.05)
@@ -213,6 +217,28 @@ def _print(common: Common, state: ClusterState, advice: str) -> None:
         sys.stdout.flush()
     else:
         show(stack(describe(state), "", advice))
+
+
+def _warn_of_redis(common: Common, state: ClusterState, options: ClusterOptions) -> None:
+    """Say so if the Redis that was named does not answer: services start without it, so a wrong URL looks right."""
+    if not options.redis_url:
+        return
+    from kvpool_cli.targets import Target, find_tls, open_index, run
+
+    async def is_reachable() -> bool:
+        async with open_index(target) as index:
+            return (await index.get_info()).store_reachable
+
+    endpoint = state.of_role("index")[0].endpoints["endpoint"]
+    try:
+        target = Target(index_endpoint=endpoint, state=state, tls=find_tls(common))
+        if not run(is_reachable()):
+            say(
+                "the Redis that --redis names does not answer: no prefix is found until it does; "
+                "if the URL is wrong, `kvpool cluster down` and start again"
+            )
+    except (CommandFailed, KvPoolError):
+        pass  # services with TLS, and no files for commands: what was asked for is done
 
 
 def describe(state: ClusterState) -> RenderableType:

@@ -15,6 +15,14 @@ from tools import generate_cli_docs
 
 REPOSITORY = Path(__file__).parents[3]
 ROOT: Any = app
+DOCUMENTS = sorted(
+    path
+    for pattern in (
+        "*.md",
+        *(f"{folder}/**/*.md" for folder in ("docs", "k8s", "services", "clients", "bench", "tests")),
+    )
+    for path in REPOSITORY.glob(pattern)
+)
 
 
 def test_the_page_is_current() -> None:
@@ -24,12 +32,7 @@ def test_the_page_is_current() -> None:
 
 def shown() -> Iterator[str]:
     """Each command of a fenced block in any document, without its comment; `a | b` are two commands."""
-    documents = [
-        path
-        for folder in ("docs", "k8s", "services", "clients", "bench")
-        for path in REPOSITORY.glob(f"{folder}/**/*.md")
-    ]
-    for path in (REPOSITORY / "README.md", *sorted(documents)):
+    for path in DOCUMENTS:
         for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 for part in re.split(r" \|\|? | && |;|\$\(", line.split(" #")[0]):
@@ -54,6 +57,25 @@ def test_a_command_that_documents_show_is_understood(text: str) -> None:
     assert options <= known
     if text.startswith("kvpool cluster up "):
         assert not any(option.startswith("--tls-") for option in options), "its services take --service-*"
+
+
+def named() -> Iterator[tuple[str, ...]]:
+    """Words of each command that a document names within a line, or that a test gives to a container."""
+    for path in DOCUMENTS:
+        for text in re.findall(r"`kvpool ([a-z][^`\n\\]*)`", path.read_text()):
+            yield tuple(text.split())
+    for folder in ("compose", "kubernetes"):
+        for path in sorted(REPOSITORY.glob(f"tests/{folder}/*.py")):
+            for text in re.findall(r'"kvpool"((?:, "[^"]*")+)', path.read_text()):
+                yield tuple(re.findall(r'"([^"]*)"', text))
+
+
+@pytest.mark.parametrize("words", sorted(set(named())), ids=" ".join)
+def test_a_command_that_is_named_exists(words: tuple[str, ...]) -> None:
+    command, rest = ROOT, list(words)
+    while rest and hasattr(command, "commands") and rest[0] in command.commands:
+        command = command.commands[rest.pop(0)]
+    assert command is not ROOT and (not hasattr(command, "commands") or not rest), words
 
 
 def test_documents_show_commands() -> None:

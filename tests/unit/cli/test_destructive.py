@@ -39,6 +39,11 @@ def test_a_name_that_came_out_empty_is_not_taken_for_all(option: str, capsys: py
     assert option in capsys.readouterr().err
 
 
+def test_a_policy_is_not_set_for_an_empty_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy", "set", "--keyspace", "", "--quota", "1GiB", "--index", "127.0.0.1:1"]) == 2
+    assert "--keyspace" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [*([*one, "--yes"] for one in DESTRUCTIVE[:3]), ["cache", "clear", "--dry-run"]])
 @pytest.mark.usefixtures("no_retries")
 def test_with_yes_or_as_a_dry_run_it_calls_the_cluster(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

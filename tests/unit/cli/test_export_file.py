@@ -288,3 +288,13 @@ def test_the_documentation_has_the_sizes() -> None:
     text = (Path(__file__).parents[3] / "docs" / "export-format.md").read_text()
     assert f"| - head | {CHUNK_HEAD_BYTES - SUM_BYTES} |" in text
     assert f"| head | {HEAD_BYTES} |" in text and f"| end | {END_BYTES - 64} |" in text
+
+
+def test_the_documentation_says_how_the_mac_is_made(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "export-format.md").read_text()
+    found = re.search(r"\| MAC \| 32 \| BLAKE3-256 of `([^`]*)\\0`, the end and the digest", text)
+    assert found is not None
+    write_file(tmp_path / "file.kvpx")
+    raw = (tmp_path / "file.kvpx").read_bytes()
+    end, mac = raw[-END_BYTES:-32], raw[-32:]
+    assert mac == blake3(found[1].encode() + b"\0" + end, key=HASH_KEY).digest()

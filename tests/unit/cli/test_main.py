@@ -73,12 +73,20 @@ def test_help_shows_flags_without_a_value(capsys: pytest.CaptureFixture[str]) ->
     [
         ["nothing"],
         ["cluster", "nothing"],
+        ["cluster", "--state-dir", "x"],
+        ["cluster", "--nothing", "down"],
         ["cluster", "up", "--deta"],
         ["cluster", "up", "--arena-bytes", "much"],
         ["cache", "match"],
         ["cache", "pin", "x", "--for", "5"],
         ["policy", "set"],
         ["cluster", "up", "--device", "tpu"],
+        ["cluster", "status", "--check", "--expect", "-1"],
+        ["cluster", "logs", "--lines", "-1"],
+        ["cache", "evict", "tokens.json", "--from-token", "-1", "--yes"],
+        ["policy", "set", "--keyspace", "k", "--replicas", "17"],
+        ["policy", "set", "--keyspace", "k", "--priority", "-101"],
+        ["policy", "set", "--keyspace", "k", "--selective-min-uses", "-1"],
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
@@ -112,6 +120,34 @@ def test_impossible_options_are_one_line_and_code_2(
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize(
+    ("argv", "code", "part"),
+    [
+        (["cluster", "up", "--arena-bytes", "much"], 2, "'--arena-bytes': 'much' is not a size; write"),
+        (["cache", "match", "--text", "x", "--server", "host"], 2, "--server host wants http:// or https://"),
+        (["cache", "match", "absent", "--text", "x", "--server", "http://127.0.0.1:1"], 2, "give one prompt: "),
+        (["cache", "match", "--text", "x", "--server", "http://127.0.0.1:1"], 1, "name a vLLM or SGLang server that"),
+        (["cluster", "status", "--index", "127.0.0.1:99999"], 2, "--index must be host:port with a port of 1 to 65535"),
+        (["cluster", "status", "--index", "index-0:7100,index-1"], 2, "got 'index-1'"),
+        (["cluster", "status", "--index", ","], 2, "--index must be host:port"),
+        (["cluster", "status", "--index", "127.0.0.1:1"], 1, "see that it runs and that the address is right"),
+        (["cache", "flush", "--node", "unix:/nothing", "--timeout", "500ms"], 1, "see that the pagestore runs and"),
+        (["cluster", "logs", "index-1"], 1, "there are: index-0, pagestore-0"),
+    ],
+)
+@pytest.mark.usefixtures("no_retries")
+def test_an_error_says_what_to_do_next(
+    argv: list[str], code: int, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("pagestore-0", "index-0"):
+        (tmp_path / "logs" / f"{name}.log").write_text("ready\n")
+    assert run_command(["--state-dir", str(tmp_path), *argv]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert part in line
+    assert "recompute" not in line, "that is advice for engines"
+
+
 @pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("win32", "AMD64"), ("linux", "ppc64le")])
 def test_other_platforms_are_refused(
     system: str, machine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -143,7 +179,14 @@ def test_the_state_directory_comes_from_anywhere_on_the_line_or_the_environment(
     assert run_command(["cluster", "down"]) == 0
     assert str(tmp_path / "named") in capsys.readouterr().out
     flag = ["--state-dir", str(tmp_path / "flag")]
-    for argv in ([*flag, "cluster", "down"], ["cluster", "down", *flag]):
+    joined = f"--state-dir={tmp_path / 'flag'}"
+    for argv in (
+        [*flag, "cluster", "down"],
+        ["cluster", *flag, "down"],
+        ["cluster", "--json", joined, "down"],
+        ["cluster", "down", *flag],
+        ["cluster", "--state-dir", str(tmp_path / "less"), "down", *flag],
+    ):
         assert run_command(argv) == 0
         assert str(tmp_path / "flag") in capsys.readouterr().out
 

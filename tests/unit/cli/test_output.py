@@ -14,7 +14,7 @@ from kvpool_cli import output
 from kvpool_cli.errors import EXIT_USAGE, NotConfirmed
 from kvpool_cli.main import run_command as main
 from kvpool_cli.output import as_text, confirm, fail, stack, table
-from kvpool_cli.quantities import duration_from_text, size
+from kvpool_cli.quantities import duration, duration_from_text, size
 
 
 def test_a_table_has_a_line_for_each_row() -> None:
@@ -96,6 +96,15 @@ def test_what_a_terminal_would_obey_is_not_printed() -> None:
 )
 def test_durations(text: str, seconds: float) -> None:
     assert duration_from_text(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.009, "9 ms"), (90, "90 s"), (120, "2 m"), (604_800, "7 d"), (86_401, "86401 s"), (0, "0 ms")],
+)
+def test_durations_are_shown_in_a_unit_that_can_be_typed(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+    assert not seconds or duration_from_text(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "s", "5", "5y", "-1s", "0s", "nans", "1e99d"])

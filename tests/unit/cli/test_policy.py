@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvpool.client.index import NamedKeyspace
@@ -11,7 +13,7 @@ from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, Wri
 from kvpool.core.retention import Retention
 from kvpool_cli.main import run_command
 from kvpool_cli.output import as_text
-from kvpool_cli.policy import Change, document, render
+from kvpool_cli.policy import Change, document, render, to_document
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 2, 64),), dtype=Dtype.FP32)
 
@@ -56,6 +58,9 @@ def test_policies_are_shown_to_people_and_programs() -> None:
     text = as_text(render([one, none]))
     for part in ("chat", "selective", "1.0 GiB", "3 uses", "9 ms"):
         assert part in text
+    week = replace(one, policy=replace(reported, policy=replace(policy, retention=Retention(ttl_ms=7 * 86_400_000))))
+    assert "7 d" in as_text(render([week])), "as `--ttl 7d` was written"
     assert text.splitlines()[-1].split() == ["other", *"------"]
     assert (document(one)["write_policy"], document(one)["version"]) == ("selective", 4)
     assert (document(none)["write_policy"], document(none)["version"]) == ("default", 0)
+    assert to_document([one]) == {"version": 1, "keyspaces": [document(one)]}, "as all documents begin"

@@ -51,7 +51,7 @@ def test_an_operator_may_name_a_socket(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["host", "unix:", "unix-abstract:", "http://host:1", "/run/a.sock", ""])
 def test_another_endpoint_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"^endpoint must be host:port .* or unix:/path"):
+    with pytest.raises(InvalidRequest, match=r"^endpoint must be host:port .* or unix: and an absolute path"):
         check_endpoint(text, "endpoint")
 
 

@@ -39,7 +39,7 @@ def check_endpoint(text: str, name: str) -> str:
         return check_address(text, name)
     except InvalidRequest:
         raise InvalidRequest(
-            f"{name} must be host:port with a port of 1 to 65535, or unix:/path, got {text[:80]!r}"
+            f"{name} must be host:port with a port of 1 to 65535, or unix: and an absolute path, got {text[:80]!r}"
         ) from None
 
 
