@@ -17,7 +17,7 @@ from tests.vllm.models import make_mamba_model, make_sinks_model, make_windowed_
 from tests.vllm.test_multi_connector import NIXL, nixl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-__all__ = ["nixl"]  # a fixture: without NIXL these tests are left out
+__all__ = ["nixl"]  # a fixture
 WINDOW = 160
 
 
@@ -127,6 +127,7 @@ def test_two_ranks(served: Served, cluster: Cluster) -> None:
         assert engine.generate(prompts[1], salt="ranks").tokens != [expected[1]]
 
 
+@pytest.mark.usefixtures("nixl")
 def test_beside_another_connector(served: Served, cluster: Cluster) -> None:
     extra = {"agent": agent_of(cluster), "model_id": "tiny", "chunk_tokens": CHUNK, **PATIENT}
     kvpool = {

@@ -11,12 +11,12 @@ import pytest
 from tests.e2e.cli_cluster import Cluster
 from tests.vllm.engine import CHUNK, PATIENT, VLLM_PYTHON_VARIABLE, Engine, Engines, agent_of, prompt, vllm_environment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("nixl")]
 
 NIXL: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def nixl() -> None:
     python = os.environ[VLLM_PYTHON_VARIABLE]
     found = subprocess.run([python, "-c", "import nixl._api"], env=vllm_environment(), capture_output=True, check=False)

@@ -165,6 +165,11 @@ class PageStoreMetrics:
         self.written_pages = Counter(
             f"{prefix}_written_pages", "Pages written back to disk, by outcome.", ["outcome"], registry=registry
         )
+        self.memory_only_pages = Counter(
+            f"{prefix}_memory_only_pages",
+            "Pages committed to staging alone because the disk was behind.",
+            registry=registry,
+        )
         self.write_back_lag = Histogram(
             f"{prefix}_write_back_lag_seconds",
             "Time from a page's commit until it was durable.",

@@ -270,14 +270,25 @@ async def test_the_budget_is_lifted_while_more_than_half_of_the_cap_waits() -> N
         assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in range(beyond)}
 
 
+async def read_once(running: Running, peer: PeerSession, number: int) -> bool:
+    """Whether a page is here; it counts as used."""
+    (read,) = await acquire(running, peer, [wanted(number)])
+    if read.grant is not None:
+        running.engine.pages.release(peer, [read.grant.lease_id])
+    return read.grant is not None
+
+
 async def test_stores_are_refused_at_the_cap_and_no_page_is_lost_for_them() -> None:
     with new_world() as world:
         async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
             engine, peer = running.engine, await open_session(running)
             world.memory.gate = gate = Gate()
-            stored = range(running.config.writer_bytes // SLOT_BYTES)
+            cap = running.config.writer_bytes // SLOT_BYTES
+            stored = range(3 * cap // 4)
             for number in stored:
                 assert await store(running, peer, [number]) == [None]
+            being_written = [reserve_item(number) for number in range(len(stored), cap)]
+            assert all(isinstance(one, Grant) for one in await engine.pages.reserve(peer, being_written))
             (refused,) = await engine.pages.reserve(peer, [reserve_item(100)])
             assert isinstance(refused, ArenaFull)
             assert engine.dirty_page_count == len(stored)
@@ -285,6 +296,46 @@ async def test_stores_are_refused_at_the_cap_and_no_page_is_lost_for_them() -> N
             async with asyncio.timeout(PATIENCE_S):
                 await engine.flush(TENANT, b"")
             assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in stored}
+
+
+async def test_while_the_disk_is_behind_pages_are_stored_in_memory_alone() -> None:
+    with new_world() as world:
+        async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
+            engine, peer = running.engine, await open_session(running)
+            world.memory.gate = gate = Gate()
+            cap = running.config.writer_bytes // SLOT_BYTES
+            count = 5 * cap // 4  # of the arena's slots, of which the cap is half
+            for number in range(count):
+                assert await store(running, peer, [number]) == [None]
+            dirty = engine.dirty_page_count
+            assert 3 * cap // 4 <= dirty <= 3 * cap // 4 + 1
+            assert [await read_once(running, peer, number) for number in range(count)] == [True] * count
+            assert engine.dirty_page_count == dirty, "nor does a use of them add to what waits"
+            gate.set()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await engine.flush(TENANT, b"") == (dirty, 0)
+            assert await read_once(running, peer, count - 1)  # the disk has caught up
+            async with asyncio.timeout(PATIENCE_S):
+                assert await engine.flush(TENANT, b"") == (1, 0)
+            written = {page_key(number) for number in (*range(dirty), count - 1)}
+            assert {found.key for found in stored_pages(world.memory)} == written
+
+
+async def test_a_caller_that_waits_for_the_disk_gets_it_while_it_is_behind() -> None:
+    with new_world() as world:
+        async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
+            engine, peer = running.engine, await open_session(running)
+            world.memory.gate = gate = Gate()
+            for number in range(running.config.writer_bytes // SLOT_BYTES):
+                assert await store(running, peer, [number]) == [None]
+            (grant,) = await engine.pages.reserve(peer, [reserve_item(100)])
+            assert isinstance(grant, Grant)
+            fill_page(engine.pages.view(grant), page_key(100))
+            commit = asyncio.ensure_future(engine.pages.commit(peer, [grant.lease_id], durable=True))
+            gate.set()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await commit == [None]
+            assert page_key(100) in {found.key for found in stored_pages(world.memory)}
 
 
 async def test_a_page_that_is_being_written_or_waited_for_is_not_evicted() -> None:

@@ -112,6 +112,11 @@ class PageTable:
         """Whether the pages that are not yet durable take more than half of what writers may have."""
         return 2 * self.dirty_bytes > self._limits.writer_bytes
 
+    @property
+    def is_disk_behind(self) -> bool:
+        """Whether they take more than three quarters of that: the rest is for pages that are being written now."""
+        return 4 * self.dirty_bytes > 3 * self._limits.writer_bytes
+
     def find(self, key: PageKey) -> Slot | None:
         """Return the slot of a visible page."""
         keyspace, chunk_hash, shard = key

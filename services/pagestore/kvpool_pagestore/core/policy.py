@@ -4,7 +4,7 @@ Nothing else of the pagestore asks for a write policy or a staging mode; it asks
 
 | | answers | page bytes on disk | in staging afterwards |
 |---|---|---|---|
-| write-back | when staged | soon after | until evicted |
+| write-back | when staged | soon after; while the disk is behind, from a later use | until evicted |
 | write-through | when durable, or with why not | before the answer | until evicted |
 | selective | when staged | from the n-th use, or soon after if the prompt was long | until evicted, durable or not |
 | staging-only | when staged | never | until evicted |
@@ -53,8 +53,8 @@ class PagePlan:
     write_at_tokens: int | None
 
     def goes_by_use(self, uses: int) -> bool:
-        """Whether this use takes a page to disk that was staged without being written."""
-        return self.write_at_uses is not None and 0 < self.write_at_uses <= uses
+        """Whether this use takes a page to disk that is in staging only."""
+        return self.write_at_uses is not None and self.write_at_uses <= uses
 
     def goes_to_disk(self, uses: int, prompt_tokens: int) -> bool:
         """Whether a page that is not durable should be by now. uses: 0 at its commit; prompt_tokens: 0 if unknown."""

@@ -81,7 +81,9 @@ class Policies:
                 _log.warning("policies of %d keyspaces are not known yet: %s", len(new), error)
 
     def write_used(self, used: PagesUsed) -> None:
-        """Take pages to disk whose keyspace says so of pages that are used so often."""
+        """Take pages to disk whose keyspace says so of pages that are used so often, unless the disk is behind."""
+        if self._table.is_disk_behind:
+            return
         for slot in used.slots:
             if self._book.plan(slot.page.key.keyspace).goes_by_use(slot.uses) and not self._is_safe(slot):
                 self._write(slot)
