@@ -174,6 +174,10 @@ def _pull(samples: Samples, found: dict[str, Case]) -> None:
     for number in samples.keys("two engines press"):
         both, one = (samples.median(name, "kvpool", key=number) for name in ("two engines press", "one engine press"))
         _case(found, f"press of two engines round {number}", both, one, "tokens/s", least=1.8)
+        both, one = (
+            samples.median(name, "kvpool", key=number) for name in ("two engines press share", "one engine press share")
+        )
+        _case(found, f"press of two engines round {number} share", both, one, "share")
     beside, alone = (samples.median(name, "kvpool") for name in ("pull decode", "pull decode alone"))
     _case(found, "decode of a source", beside, alone, "tokens/s", least=0.97)
     for layout in samples.kinds("peer pull"):
