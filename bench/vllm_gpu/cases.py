@@ -89,8 +89,8 @@ def _decode(samples: Samples, found: dict[str, Case]) -> None:
     paired = samples.paired("decode", "kvpool", "plain")
     if paired is not None:
         found["decode"] |= {"ratio": round(paired, 3), "runs": len(samples.values("decode", "kvpool"))}
-    tokens = (samples.median("cache tokens", kind) for kind in ("kvpool", "plain"))
-    _case(found, "KV cache", *tokens, "tokens", least=0.99)
+    tokens, plain_tokens = (samples.median("cache tokens", kind) for kind in ("kvpool", "plain"))
+    _case(found, "KV cache", tokens, plain_tokens, "tokens", least=0.99)
     left_out = samples.values("counter failed_store_chunks", "kvpool")
     if left_out:
         _case(
@@ -161,7 +161,10 @@ def _ranks(samples: Samples, found: dict[str, Case]) -> None:
         )
         name = f"right bytes of ranks {reader}"
         _case(found, name, equal, equal + unequal, "blocks of a head and layer", least=1.0)
-        found[name]["not_compared"] = unknown
+        sources = {
+            f"{source}_tokens": sum(samples.values(f"ranks {source} tokens", reader)) for source in ("gpu", "pool")
+        }
+        found[name] |= {"not_compared": unknown, **sources}
         shares = samples.values("ranks loaded share", reader)
         _case(found, f"loaded by ranks {reader}", min(shares, default=None), 1.0, "share")
 
@@ -174,6 +177,10 @@ def _pull(samples: Samples, found: dict[str, Case]) -> None:
     for number in samples.keys("two engines press"):
         both, one = (samples.median(name, "kvpool", key=number) for name in ("two engines press", "one engine press"))
         _case(found, f"press of two engines round {number}", both, one, "tokens/s", least=1.8)
+        both, one = (
+            samples.median(name, "kvpool", key=number) for name in ("two engines press share", "one engine press share")
+        )
+        _case(found, f"press of two engines round {number} share", both, one, "share")
     beside, alone = (samples.median(name, "kvpool") for name in ("pull decode", "pull decode alone"))
     _case(found, "decode of a source", beside, alone, "tokens/s", least=0.97)
     for layout in samples.kinds("peer pull"):

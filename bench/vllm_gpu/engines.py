@@ -149,6 +149,7 @@ class Engine:
         started_s = time.perf_counter()
         self._llm = _start(kind, options)
         self.start_seconds = time.perf_counter() - started_s
+        self._collectors = _collectors()
 
     def ask(self, prompts: list[list[int]], new_tokens: int = 1) -> Answer:
         """All at once."""
@@ -214,23 +215,28 @@ class Engine:
         del self._llm
         gc.collect()
 
-    def forget(self, *, cpu_region: bool = False) -> None:
-        """Empty the GPU's prefix cache, and the CPU region of vLLM's offload; the pool keeps what it has."""
-        self._llm.reset_prefix_cache(reset_connector=cpu_region)
+    def forget(self, *, cpu_region: bool = False) -> bool:
+        """Empty the GPU's prefix cache, and the CPU region of vLLM's offload; the pool keeps what it has.
+
+        False: some blocks are in use, and vLLM has emptied nothing.
+        """
+        return bool(self._llm.reset_prefix_cache(reset_connector=cpu_region))
 
     def counters(self) -> dict[str, float]:
-        """vLLM's metrics of kvpool and of its external caches, by name. Only of the engine that was started last."""
-        self.ask([prompt(40, 94)], 2)  # counts reach the front end with a step's outputs
+        """vLLM's counters of kvpool and of its external caches, by name, of this engine alone."""
+        # Counts reach the front end with a step's outputs. The prompt is shorter than a block: no watch compares it.
+        self.ask([prompt(10, 94)], 2)
         found = {
-            metric.name.removeprefix("vllm:"): getattr(metric, "value", None)
-            for metric in self._llm.get_metrics()
-            if "kvpool" in metric.name or "external" in metric.name
+            metric.name.removeprefix("vllm:"): sum(one.value for one in metric.samples if one.name.endswith("_total"))
+            for collector in self._collectors
+            for metric in collector.collect()
+            if metric.type == "counter" and ("kvpool" in metric.name or "external" in metric.name)
         }
         return {name: round(float(value), 3) for name, value in found.items() if value}
 
 
 def start_all(kinds: list[str], options: EngineOptions) -> dict[str, Engine]:
-    """One engine a kind, warmed. kvpool comes last: a process has the metrics of the engine that was started last."""
+    """One engine a kind, warmed; kvpool comes last."""
     engines: dict[str, Engine] = {}
     for kind in sorted(kinds, key=KINDS.index):
         engines[kind] = Engine(kind, options)
@@ -238,6 +244,14 @@ def start_all(kinds: list[str], options: EngineOptions) -> dict[str, Engine]:
     for engine in engines.values():
         engine.warm()
     return engines
+
+
+def _collectors() -> list[Any]:
+    """vLLM's metrics of the engine that was started last: a start takes those of earlier engines out of the registry,
+    and each engine goes on to count in its own."""
+    from prometheus_client import REGISTRY
+
+    return [one for one in list(REGISTRY._collector_to_names) if getattr(one, "_name", "").startswith("vllm:")]
 
 
 def _sampling(new_tokens: int) -> Any:

@@ -8,25 +8,31 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from bench.vllm_gpu.engines import Engine, EngineOptions, prompt
+from bench.vllm_gpu.engines import Engine, prompt
 from bench.vllm_gpu.phases import Load, Plan, head, tail
 from bench.vllm_gpu.samples import Recorder
 
 GPUS = 2
 _SETTLE_S = 3.0  # stores go on behind the last answer
-# Of each degree its engines: the GPUs that they see, and how vLLM divides the model among them. A dense model's
-# replicas share nothing: data parallelism is two engines.
-DEGREES: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "one": [("0", {})],
-    "tp2": [("0,1", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"})],
-    "pp2": [("0,1", {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"})],
-    "dp2": [("0", {}), ("1", {})],
+_FORGET_S = 30.0  # the last stores hold blocks
+# The GPUs that an engine sees, and how vLLM divides the model among them.
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "first": ("0", {}),
+    "second": ("1", {}),
+    "tp2": ("0,1", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+    "pp2": ("0,1", {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}),
+}
+# Of each degree its engines. A dense model's replicas share nothing: data parallelism is two engines.
+DEGREES: dict[str, tuple[str, ...]] = {
+    "one": ("first",),
+    "dp2": ("first", "second"),
+    "tp2": ("tp2",),
+    "pp2": ("pp2",),
 }
 
 
@@ -44,24 +50,13 @@ def need_gpus(phase: str, count: Callable[[], int] = gpu_count) -> None:
         raise ValueError(f"phase {phase} needs a host with {GPUS} GPUs, this one has {found}")
 
 
-@contextmanager
-def started(name: str, options: EngineOptions) -> Iterator[list[Engine]]:
-    """The engines of a degree, warmed."""
-    engines: list[Engine] = []
-    try:
-        for gpus, division in DEGREES[name]:
-            engines.append(Engine("kvpool", replace(options, gpus=gpus, division=division)))
-        for engine in engines:
-            engine.warm()
-        yield engines
-    finally:
-        for engine in engines:
-            engine.close()
-
-
 def run_ranks(plan: Plan, record: Recorder) -> None:
     """Every degree stores prefixes of its own, then every degree loads those of all. Each layer and head of each block
-    that was loaded is compared with what its writer had computed."""
+    that was loaded is compared with what its writer had computed.
+
+    All engines live until the end, and each is started once. First no engine offers its GPU cache to others, so that
+    all comes from the pool; then all is loaded again with the connector's defaults, which prefer such copies.
+    """
     need_gpus("ranks")
     prefixes = {
         name: [
@@ -70,26 +65,75 @@ def run_ranks(plan: Plan, record: Recorder) -> None:
         ]
         for place, name in enumerate(DEGREES)
     }
-    with tempfile.TemporaryDirectory(prefix="vllm-ranks-") as sums:
-        for name in DEGREES:
-            with started(name, plan.options) as engines:
-                _call(engines, "bench_watch_heads", "")
-                for number, prefix in enumerate(prefixes[name]):
-                    engines[number % len(engines)].ask([prefix + tail(plan, 0, number, 10)], 2)
-                time.sleep(_SETTLE_S)
-                _call(engines, "bench_heads_watched", sums)
-        for name in DEGREES:
-            with started(name, plan.options) as engines:
-                _call(engines, "bench_watch_heads", sums)
-                for writer, heads in prefixes.items():
-                    for number, prefix in enumerate(heads):
-                        reader = engines[(number + 1) % len(engines)]
-                        answer = reader.ask([prefix + tail(plan, 1, number, 11)], 2)
-                        share = answer.cached[0] / len(prefix)
-                        record.add("ranks loaded share", name, share, run=number, writer=writer)
-                counts = _call(engines, "bench_heads_watched", "")
-                for verdict in ("equal", "unequal", "unknown"):
-                    record.add(f"ranks {verdict}", name, sum(count[verdict] for count in counts))
+    engines: dict[str, Engine] = {}
+    try:
+        for name, members in DEGREES.items():
+            for member in members:
+                if member not in engines:
+                    engines[member] = _watched(member, plan, record)
+            for number, prefix in enumerate(prefixes[name]):
+                writer = engines[members[number % len(members)]]
+                writer.ask([prefix + tail(plan, 0, number, 10)], 2)
+        with tempfile.TemporaryDirectory(prefix="vllm-ranks-") as sums:
+            for method in ("bench_heads_watched", "bench_learn_heads"):
+                _call(list(engines.values()), method, sums)
+        time.sleep(_SETTLE_S)
+        for source in ("pool", "any"):
+            for name, members in DEGREES.items():
+                readers = [engines[member] for member in members]
+                for reader in readers:
+                    _forget(reader)
+                if source == "pool":
+                    _call(list(engines.values()), "bench_offer_none")
+                for writer_name, heads in prefixes.items():
+                    _load_and_compare(plan, record, (name, readers), heads, writer=writer_name, source=source)
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+def _watched(name: str, plan: Plan, record: Recorder) -> Engine:
+    """One of ENGINES, warmed; from now on its blocks are summed."""
+    gpus, division = ENGINES[name]
+    engine = Engine("kvpool", replace(plan.options, gpus=gpus, division=division))
+    record.note(f"seconds to start {name}", round(engine.start_seconds, 1))
+    engine.warm()
+    engine.call_all("bench_watch_heads")
+    return engine
+
+
+def _forget(engine: Engine) -> None:
+    """raises: TimeoutError if its blocks stay in use: it would find its own instead of loading any."""
+    ends_at_s = time.monotonic() + _FORGET_S
+    while not engine.forget():
+        if time.monotonic() > ends_at_s:
+            raise TimeoutError(f"blocks are in use {_FORGET_S:g} s after the last request; vLLM's log says how many")
+        engine.ask([prompt(10, 98)], 2)  # a step, in which the worker reports its stores
+
+
+def _load_and_compare(
+    plan: Plan, record: Recorder, reader: tuple[str, list[Engine]], heads: list[list[int]], **more: Any
+) -> None:
+    """A degree loads what one has stored; what was found is recorded at once. more: of all samples."""
+    name, engines = reader
+    before = _counted(engines)
+    for number, prefix in enumerate(heads):
+        engine = engines[(number + 1) % len(engines)]
+        answer = engine.ask([prefix + tail(plan, 1, number, 11)], 2)
+        record.add("ranks loaded share", name, answer.cached[0] / len(prefix), run=number, **more)
+    for what, count in _counted(engines).items():
+        record.add(f"ranks {what}", name, count - before[what], **more)
+
+
+def _counted(engines: list[Engine]) -> dict[str, float]:
+    """Verdicts on blocks, and loaded tokens by where they came from, so far. Tokens count once for each rank."""
+    watched = _call(engines, "bench_heads_watched", "")
+    counters = [engine.counters() for engine in engines]
+    sources = {"gpu tokens": ("gpu",), "pool tokens": ("staging", "disk", "remote")}
+    return {verdict: sum(one[verdict] for one in watched) for verdict in ("equal", "unequal", "unknown")} | {
+        what: sum(one.get(f"kvpool_{source}_tokens", 0.0) for one in counters for source in several)
+        for what, several in sources.items()
+    }
 
 
 def run_two_engines(plan: Plan, record: Recorder) -> None:
@@ -116,8 +160,8 @@ def run_two_engines(plan: Plan, record: Recorder) -> None:
                 with ThreadPoolExecutor(len(pressed)) as threads:
                     cached = sum(threads.map(load.ask, pressed, prompts))
                 rate = tokens / (time.perf_counter() - began_s)
-                share = round(cached / tokens, 3)
-                record.add(f"{name} press", "kvpool", rate, key=number + 1, run=run, cached=share)
+                record.add(f"{name} press", "kvpool", rate, key=number + 1, run=run)
+                record.add(f"{name} press share", "kvpool", cached / tokens, key=number + 1, run=run)
                 time.sleep(_SETTLE_S / 3)  # stores go on behind the last answer
 
 

@@ -63,10 +63,10 @@ class BenchWorker:
             watch.save(Path(save_to))
         return dict(watch.counts)
 
-    def bench_watch_heads(self, known: str) -> None:
+    def bench_watch_heads(self) -> None:
         """As bench_watch, but for each layer and head of the model, so that ranks of other degrees can be compared.
 
-        known: directory of what others have saved; empty: nothing is known.
+        Once for each engine: what others have saved meanwhile comes with bench_learn_heads.
         """
         start, _ = self.model_config.get_layers_start_end_indices(self.parallel_config)  # type: ignore[attr-defined]
         heads = self.model_config.get_num_kv_heads(self.parallel_config)  # type: ignore[attr-defined]
@@ -75,11 +75,15 @@ class BenchWorker:
             HeadWatch(
                 self.model_runner,  # type: ignore[attr-defined]
                 self.vllm_config.cache_config.block_size,  # type: ignore[attr-defined]
-                Path(known) if known else None,
+                None,
                 first_layer=start,
                 first_head=heads * tp_rank,
             )
         )
+
+    def bench_learn_heads(self, directory: str) -> None:
+        """Take in all sums that other engines have saved there."""
+        self._bench_block_watch.learn(Path(directory))
 
     def bench_heads_watched(self, directory: str) -> dict[str, int]:
         """As bench_watched; the sums go to a file of their own in the directory, if one is named."""
@@ -87,6 +91,14 @@ class BenchWorker:
         if directory:
             watch.save(Path(directory) / f"{os.getpid()}-{time.monotonic_ns()}.json")
         return dict(watch.counts)
+
+    def bench_offer_none(self) -> None:
+        """From now on no other engine copies what this one's GPU cache holds; later blocks are offered again."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        generations = get_kv_transfer_group()._worker._generations
+        if generations is not None:
+            generations.raise_all()
 
     def _bench_watch_with(self, watch: BlockWatch) -> None:
         run: Callable[[Any], Any] = self.execute_model  # type: ignore[has-type]
@@ -159,18 +171,22 @@ class BlockWatch:
     """
 
     def __init__(self, runner: Any, block_tokens: int, known: Path | None) -> None:
-        """known: a file that a watch has saved, or a directory of some."""
+        """known: see `learn`."""
         self._runner, self._block_tokens = runner, block_tokens
         self._sums: dict[str, set[int]] = {}
-        saved = sorted(known.glob("*.json")) if known is not None and known.is_dir() else [known]
-        for path in saved:
-            if path is not None and path.is_file():
-                for name, sums in json.loads(path.read_text()).items():
-                    self._sums.setdefault(name, set()).update(sums)
+        if known is not None:
+            self.learn(known)
         self._requests: dict[str, _Request] = {}
         self._weights: torch.Tensor | None = None
         self.counts = {"computed": 0, "equal": 0, "unequal": 0, "unknown": 0, "zeroed": 0}
         self.zero = False
+
+    def learn(self, known: Path) -> None:
+        """Take in a file that a watch has saved, or a directory of some; there may be none yet."""
+        for path in sorted(known.glob("*.json")) if known.is_dir() else [known]:
+            if path.is_file():
+                for name, sums in json.loads(path.read_text()).items():
+                    self._sums.setdefault(name, set()).update(sums)
 
     def save(self, path: Path) -> None:
         """For another engine's watch."""

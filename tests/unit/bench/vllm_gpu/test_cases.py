@@ -94,7 +94,8 @@ def test_right_bytes_are_equal_blocks_of_all_that_were_compared() -> None:
 
 def test_ranks_are_held_to_equal_bytes_and_pulls_to_a_tenth_of_computing() -> None:
     samples = of({("ranks equal", "tp2"): [99], ("ranks unequal", "tp2"): [1], ("ranks unknown", "tp2"): [3]})
-    samples += of({("ranks loaded share", "tp2"): [1.0, 0.5]})
+    samples += of({("ranks loaded share", "tp2"): [1.0, 0.5], ("ranks gpu tokens", "tp2"): [0, 64]})
+    samples += of({("ranks pool tokens", "tp2"): [128, 64]})
     samples += [
         Sample(name=name, kind="reader", value=value, key=16384)
         for name, value in (("pull ttft", 40.0), ("pull computed", 500.0), ("pull share", 0.99))
@@ -105,11 +106,15 @@ def test_ranks_are_held_to_equal_bytes_and_pulls_to_a_tenth_of_computing() -> No
         samples += [Sample(name="memcpy between GPUs", kind="MLA", value=value, key=key) for value in (370.0, 390.0)]
     for name, rate in (("two engines", 90.0), ("one engine", 50.0)):
         samples.append(Sample(name=f"{name} press", kind="kvpool", value=rate, key=2))
+        samples.append(Sample(name=f"{name} press share", kind="kvpool", value=rate / 100, key=2))
     found = cases(Samples(samples), TOKEN_BYTES)
     two = found["press of two engines round 2"]
     assert (two["ratio"], two["least"]) == (1.8, 1.8)
+    share = found["press of two engines round 2 share"]
+    assert (share["value"], share["baseline"]) == (0.9, 0.5)
     right = found["right bytes of ranks tp2"]
     assert (right["ratio"], right["least"], right["not_compared"]) == (0.99, 1.0, 3)
+    assert (right["gpu_tokens"], right["pool_tokens"]) == (64, 192)
     assert found["loaded by ranks tp2"]["value"] == 0.5
     assert (found["pull 16384"]["ratio"], found["pull 16384"]["limit"]) == (0.08, 0.1)
     assert found["pull 16384 share"]["value"] == 0.99

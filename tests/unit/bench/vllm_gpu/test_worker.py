@@ -158,6 +158,12 @@ def test_ranks_of_other_degrees_are_compared_head_by_head(tmp_path: Path) -> Non
         swapped[0][2, 0, 3, 1] += 1
         watch.handle_preemptions(a_step(tokens, [2, 1], 32))
         assert watch.counts["unequal"] == 1
+    late = HeadWatch(SimpleNamespace(kv_caches=list(memory)), 16, None, first_layer=0, first_head=0)
+    late.handle_preemptions(a_step(tokens, [2, 0], 32))
+    assert (late.counts["equal"], late.counts["unknown"]) == (0, 2 * 2 * 4)
+    late.learn(tmp_path)
+    late.handle_preemptions(a_step(tokens, [2, 0], 32))
+    assert (late.counts["equal"], late.counts["unknown"]) == (2 * 2 * 4, 2 * 2 * 4)
     wrong = HeadWatch(SimpleNamespace(kv_caches=[memory[0][:, :2]]), 16, tmp_path, first_layer=0, first_head=2)
     wrong.handle_preemptions(a_step(tokens, [2, 0], 32))
     assert wrong.counts["unequal"] == 4
