@@ -53,8 +53,8 @@ class PagePlan:
     write_at_tokens: int | None
 
     def goes_by_use(self, uses: int) -> bool:
-        """Whether this use takes a page to disk that is in staging only."""
-        return self.write_at_uses is not None and self.write_at_uses <= uses
+        """Whether this use takes a page to disk that was staged without being written."""
+        return self.write_at_uses is not None and 0 < self.write_at_uses <= uses
 
     def goes_to_disk(self, uses: int, prompt_tokens: int) -> bool:
         """Whether a page that is not durable should be by now. uses: 0 at its commit; prompt_tokens: 0 if unknown."""

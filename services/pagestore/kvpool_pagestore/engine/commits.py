@@ -127,12 +127,14 @@ class Commits:
         plan = self._policies.plan(record.key.keyspace)
         waits = durable or plan.commit_waits
         dirty = self._write_back is not None and (durable or plan.goes_to_disk(0, record.metadata.prompt_tokens))
-        if dirty and not waits and plan.stays_in_staging and self._table.is_disk_behind:
-            dirty = False  # memory takes it all the same: it goes to disk when it is used and the disk has caught up
-            self._metrics.memory_only_pages.inc()
+        late = dirty and not waits and plan.stays_in_staging and self._table.is_disk_behind
+        dirty = dirty and not late
         if not self._table.finish_commit(slot, verified=error is None, dirty=dirty, sealed=sealed):
             return error if error is not None else self._other_copy(record, dirty, waits)
         visible.append(record)
+        if late:
+            slot.memory_only = True
+            self._metrics.memory_only_pages.inc()
         if dirty and self._write_back is not None:
             page = self._write_back.enqueue(slot, urgent=waits)
             return page if waits else None

@@ -85,8 +85,11 @@ class Policies:
         if self._table.is_disk_behind:
             return
         for slot in used.slots:
-            if self._book.plan(slot.page.key.keyspace).goes_by_use(slot.uses) and not self._is_safe(slot):
-                self._write(slot)
+            plan = self._book.plan(slot.page.key.keyspace)
+            if (slot.memory_only or plan.goes_by_use(slot.uses)) and not self._is_safe(slot):
+                slot.memory_only = False
+                if plan.goes_to_disk(slot.uses, slot.page.metadata.prompt_tokens):
+                    self._write(slot)
 
     def version_seen(self, version: int) -> None:
         """The index has named the version of all policies, with a lease renewal."""
