@@ -302,8 +302,8 @@ class PageStoreNode:
         sessions.end = ended  # type: ignore[method-assign]
 
     def _watch_promises(self, engine: PageStoreEngine) -> None:
-        """Nothing is announced as durable that is not; nothing is evicted before it is durable on a disk that works, and
-        was not behind when the page was committed."""
+        """Nothing is announced as durable that is not; nothing is evicted before it is durable on a disk that works,
+        unless that was behind when the page was committed."""
         events, ledger, space, disk = engine.events, engine._table, engine._table.space, self.disk
         publish, evict, finish_commit = events.publish, space._on_evict, ledger.finish_commit
         committed: dict[int, PageRecord] = {}  # by id: kept, so that no other record gets it

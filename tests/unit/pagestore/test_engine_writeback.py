@@ -367,7 +367,7 @@ async def test_a_flush_or_drain_loses_no_page_that_it_waits_for(
         on_disk_alone, unwritten = (
             range(60),
             range(100, 124),
-        )  # of 64 slots, half of them for dirty pages, not quite all
+        )  # of 64 slots, three eighths for dirty pages
         for number in on_disk_alone:
             assert await store(running, peer, [number]) == [None]
             await flush_all(engine)
