@@ -364,10 +364,7 @@ async def test_a_flush_or_drain_loses_no_page_that_it_waits_for(
     async with cluster_of(2, linger_ms=PATIENT_MS, **changes) as cluster:
         world, running = cluster.members[0].world, cluster.members[0].run
         engine, peer = running.engine, await open_session(running)
-        on_disk_alone, unwritten = (
-            range(60),
-            range(100, 124),
-        )  # of 64 slots, three eighths for dirty pages
+        on_disk_alone, unwritten = range(60), range(100, 124)  # of 64 slots, three eighths for dirty ones
         for number in on_disk_alone:
             assert await store(running, peer, [number]) == [None]
             await flush_all(engine)
