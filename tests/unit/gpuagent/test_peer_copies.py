@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpool.cuda.driver import CudaError
-from kvpool_gpuagent.adapters.gpu.cuda_runtime import copy_peer_runs
+from kvpool_gpuagent.adapters.gpu.cuda_runtime import copy_peer_runs, dealt
 
 RUNS = [(100 * number, 1000 * number, 8 + number) for number in range(1, 301)]
 
@@ -55,3 +55,15 @@ def test_a_refused_batch_is_enqueued_copy_by_copy_with_all_others(good_batches: 
 def test_a_gpu_that_is_broken_is_no_driver_without_batches() -> None:
     with pytest.raises(CudaError, match="illegal memory access"):
         run(Driver(0, is_broken=True))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 127, 256, 511, 512, 513, 1024, 7320])
+@pytest.mark.parametrize("streams", [1, 4])
+def test_copies_are_dealt_out_to_all_streams_alike(count: int, streams: int) -> None:
+    parts = list(dealt(count, streams))
+    assert [at for _, part in parts for at in range(part.start, part.stop)] == list(range(count))
+    sizes = [part.stop - part.start for _, part in parts]
+    assert not sizes or (max(sizes) <= 128 and min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
+    by_stream = [sum(part.stop - part.start for number, part in parts if number == one) for one in range(streams)]
+    assert max(by_stream) - min(by_stream) <= -(-count // (128 * streams))
+    assert len(parts) <= -(-count // 128) + streams

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvpool.client.channel import open_channel
 from kvpool.client.config import ClientConfig
 from kvpool.client.engine_registration import GpuRegion
-from kvpool.client.session_stream import SessionStream
+from kvpool.client.session_stream import SessionStream, SingleReply
 from kvpool.core.errors import InvalidRequest, KvPoolError, Stopped
 from kvpool.core.layout import EngineLayout
 from kvpool.v1 import gpuagent_pb2
@@ -44,6 +44,7 @@ class CacheLoan:
         self.ended = asyncio.Event()
         self.layout: EngineLayout
         self.regions: tuple[GpuRegion, ...] = ()
+        self._checks: set[SingleReply[_Response]] = set()
         channel = open_channel(endpoint, config)
         stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(channel)
         self._stream: SessionStream[_Request, _Response] = SessionStream(
@@ -52,7 +53,7 @@ class CacheLoan:
             name="cache loan",
             channel=channel,
             on_broken=lambda error: self.ended.set(),
-            on_unasked=lambda response: self.ended.set(),  # `ending`
+            on_unasked=lambda response: self._end(),  # `ending`
             request_id_of=lambda response: response.alive.number or (_BORROW if response.HasField("lent") else 0),
         )
 
@@ -91,17 +92,19 @@ class CacheLoan:
             raise self._over()
         number = self._stream.next_id()
         check = gpuagent_pb2.CheckCache(number=number, block_ids=block_ids_to_bytes(block_ids))
-        asking = asyncio.ensure_future(self._stream.request(number, _Request(check=check), timeout_s=timeout_s))
-        ending = asyncio.ensure_future(self.ended.wait())
+        reply = SingleReply[_Response]()
+        self._checks.add(reply)
         try:
-            await asyncio.wait((asking, ending), return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():  # after `ending` there are no answers
-                raise self._over()
-            return int64s_from_bytes((await asking).alive.generations, "generations")
+            response = await self._stream.request(number, _Request(check=check), timeout_s=timeout_s, reply=reply)
         finally:
-            for task in (asking, ending):
-                task.cancel()
-            await asyncio.gather(asking, ending, return_exceptions=True)
+            self._checks.discard(reply)
+        return int64s_from_bytes(response.alive.generations, "generations")
+
+    def _end(self) -> None:
+        """The lender wants the cache back: it answers no check any more."""
+        self.ended.set()
+        for reply in list(self._checks):
+            reply.fail(self._over())
 
     def _over(self) -> KvPoolError:
         failure = self._stream.failure

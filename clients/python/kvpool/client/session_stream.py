@@ -166,13 +166,15 @@ class SessionStream(Generic[RequestT, ResponseT]):
         *,
         timeout_s: float,
         undo: Callable[[ResponseT], None] | None = None,
+        reply: SingleReply[ResponseT] | None = None,
     ) -> ResponseT:
         """Send a request that has one answer, and wait for it; whatever that says.
 
         undo: takes an answer that comes after the caller was cancelled or timed out: nothing that it grants is lost.
-        raises: DeadlineExceeded after timeout_s; what broke the stream; asyncio.CancelledError.
+        reply: in place of one made here, for a caller that may fail it. raises: DeadlineExceeded after timeout_s; what
+        broke the stream or failed the reply; asyncio.CancelledError.
         """
-        reply = SingleReply(undo)
+        reply = reply or SingleReply(undo)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._submit(request_id, message, reply)

@@ -47,6 +47,12 @@ class HeldChunks:
     scales: bool
     found: FoundChunks
 
+    def leading(self, chunk_count: int) -> HeldChunks:
+        """Return the same of the first chunks that were asked for."""
+        found, end = self.found, int(np.searchsorted(self.found.positions, chunk_count))
+        found = FoundChunks(found.positions[:end], found.block_ids[:end], found.generations[:end])
+        return replace(self, found=found)
+
 
 class CachedChunks:
     """What one engine rank has announced of its cache. An entry lasts until a block's generation is another one, or

@@ -17,6 +17,8 @@ from kvpool_gpuagent.core.cached_chunks import HeldChunks, Share, common_range
 
 Int64s = npt.NDArray[np.int64]
 
+MANY_BLOCKS = 32  # what so many copies cost beside their bytes is worth a look for neighbours
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullCells:
@@ -178,11 +180,25 @@ class BlockRuns:
         )
 
     def copies(self, blocks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Return destinations, sources and sizes of the copies of blocks. blocks: [B, 2], of source and destination."""
-        sources = self.sources + blocks[:, :1] * self.source_strides
-        destinations = self.destinations + blocks[:, 1:] * self.destination_strides
-        sizes = np.broadcast_to(self.sizes_bytes, sources.shape)
-        return destinations.reshape(-1), sources.reshape(-1), sizes.reshape(-1)
+        """Return destinations, sources and sizes of the copies of blocks. blocks: [B, 2], of source and destination.
+
+        Of many blocks, those that follow each other on both sides are one copy of each run that fills its blocks: an
+        engine mostly gives out blocks in order.
+        """
+        follows = np.zeros(len(blocks), dtype=np.bool_)
+        if len(blocks) >= MANY_BLOCKS:
+            blocks = blocks[np.argsort(blocks[:, 1])]
+            follows[1:] = (np.diff(blocks, axis=0) == 1).all(axis=1)
+        dense = (self.source_strides == self.sizes_bytes) & (self.destination_strides == self.sizes_bytes)
+        first = np.flatnonzero(~(dense[:, np.newaxis] & follows))  # of [R, B]; block 0 follows none
+        sources = self.sources[:, np.newaxis] + blocks[:, 0] * self.source_strides[:, np.newaxis]
+        destinations = self.destinations[:, np.newaxis] + blocks[:, 1] * self.destination_strides[:, np.newaxis]
+        sizes = np.broadcast_to(self.sizes_bytes[:, np.newaxis], sources.shape)
+        return (
+            destinations.reshape(-1)[first],
+            sources.reshape(-1)[first],
+            np.add.reduceat(sizes.reshape(-1), first) if first.size else sizes.reshape(-1),
+        )
 
 
 def _rows_of_block(planes: PeerPlanes) -> Int64s:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +23,49 @@ _log = logging.getLogger(__name__)
 
 _MAX_OUT_OF_REACH = 1024
 FIND_TIMEOUT_S = 0.02  # of other agents of the host: a match waits for them
+# A load follows the match that planned it, mostly within milliseconds, and then asks no agent again: what has changed
+# meanwhile the generations after its copy say. After a longer wait more of a prefix may have changed.
+REMEMBER_S = 2.0
+_MAX_REMEMBERED = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answer:
+    """What other agents have said of chunks. until_s: on the loop's clock; not used any more then."""
+
+    chunk_hashes: bytes
+    held: list[HeldChunks]
+    until_s: float
+
+
+class _Answers:
+    """The latest answers of other agents, by what was asked. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[tuple[bytes, bytes, bytes], _Answer] = OrderedDict()
+
+    def put(self, session: EngineSession, answer: _Answer) -> None:
+        """Remember it in place of an older one for a chain with the same first chunk."""
+        key = self._key(session, answer.chunk_hashes)
+        self._answers[key] = answer
+        self._answers.move_to_end(key)
+        if len(self._answers) > _MAX_REMEMBERED:
+            self._answers.popitem(last=False)
+
+    def get(self, session: EngineSession, chunk_hashes: bytes, now_s: float) -> list[HeldChunks] | None:
+        """Return what was said of these chunks, or of more that follow them; None if that is not known."""
+        answer = self._answers.get(self._key(session, chunk_hashes))
+        if answer is None or now_s >= answer.until_s or not answer.chunk_hashes.startswith(chunk_hashes):
+            return None
+        return [one.leading(len(chunk_hashes) // HASH_BYTES) for one in answer.held]
+
+    def forget(self, session: EngineSession, chunk_hashes: bytes) -> None:
+        """An answer about these chunks was wrong, or has become so."""
+        self._answers.pop(self._key(session, chunk_hashes), None)
+
+    def _key(self, session: EngineSession, chunk_hashes: bytes) -> tuple[bytes, bytes, bytes]:
+        # Other agents leave out the caches of the asking engine.
+        return session.rank.keyspace, session.engine_id, chunk_hashes[:HASH_BYTES]
 
 
 class HostCaches:
@@ -31,6 +77,7 @@ class HostCaches:
         """sessions: of this agent. agents: of this host; None where no other is ever asked."""
         self._sessions, self._agents, self._pulls = sessions, agents, pulls
         self._out_of_reach: set[SourceName] = set()  # no link leads there, or their memory cannot be mapped
+        self._answers = _Answers()
 
     def held(self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes) -> list[HeldChunks]:
         """Return what caches of this agent's sessions hold, but for those of this engine."""
@@ -55,7 +102,7 @@ class HostCaches:
 
     async def find(self, session: EngineSession, chunk_hashes: bytes) -> npt.NDArray[np.bool_]:
         """Return which chunks a session could pull whole. Never raises."""
-        complete, _ = await self._covering(session, chunk_hashes)
+        complete, _ = self._covering(session, chunk_hashes, await self._ask(session, chunk_hashes))
         return complete
 
     async def pull(
@@ -64,8 +111,17 @@ class HostCaches:
         """Copy into a load's blocks what other ranks have of its chunks; None if that is nothing, or nothing came of
         it. ends_at_s: of the load, on the loop's clock. Never raises; once it has returned nothing of it touches
         the blocks."""
-        _, shares = await self._covering(session, span.chunk_hashes)
-        return await self._pull(session, span, shares, stop, ends_at_s) if shares else None
+        hashes = span.chunk_hashes
+        held = self._answers.get(session, hashes, asyncio.get_running_loop().time())
+        complete, shares = self._covering(session, hashes, held or [])
+        if not complete.all():  # others may have announced the rest since
+            _, shares = self._covering(session, hashes, await self._ask(session, hashes))
+        if not shares:
+            return None
+        pulled = await self._pull(session, span, shares, stop, ends_at_s)
+        if pulled is None or not pulled.loaded.all():
+            self._answers.forget(session, hashes)
+        return pulled
 
     async def _pull(
         self, session: EngineSession, span: ChunkRange, shares: Sequence[Share], stop: CancelToken, ends_at_s: float
@@ -89,12 +145,21 @@ class HostCaches:
             _log.exception("a pull from other ranks' caches failed")
         return None
 
-    async def _covering(self, session: EngineSession, chunk_hashes: bytes) -> tuple[npt.NDArray[np.bool_], list[Share]]:
-        rank = session.rank
-        held = self.held(rank.keyspace, chunk_hashes, session.engine_id)
-        if self._agents is not None:
-            held += await self._agents.find(rank.keyspace, chunk_hashes, session.engine_id, FIND_TIMEOUT_S)
+    async def _ask(self, session: EngineSession, chunk_hashes: bytes) -> list[HeldChunks]:
+        """What caches of other agents' sessions hold. Never raises."""
+        if self._agents is None:
+            return []
+        held = await self._agents.find(session.rank.keyspace, chunk_hashes, session.engine_id, FIND_TIMEOUT_S)
+        until_s = asyncio.get_running_loop().time() + REMEMBER_S
+        self._answers.put(session, _Answer(chunk_hashes, held, until_s))
+        return held
+
+    def _covering(
+        self, session: EngineSession, chunk_hashes: bytes, elsewhere: Sequence[HeldChunks]
+    ) -> tuple[npt.NDArray[np.bool_], list[Share]]:
+        """elsewhere: what caches of other agents' sessions hold."""
+        rank, layout = session.rank, session.rank.layout
+        held = [*self.held(rank.keyspace, chunk_hashes, session.engine_id), *elsewhere]
         held = [one for one in held if one.source not in self._out_of_reach]
-        layout = rank.layout
         scales, chunk_count = bool(layout.layers[0].scales), len(chunk_hashes) // HASH_BYTES
         return covering(held, layout.layer_range, layout.head_range, scales=scales, chunk_count=chunk_count)

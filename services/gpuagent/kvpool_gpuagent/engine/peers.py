@@ -205,10 +205,13 @@ class PeerPulls:
                 ]
                 moved = await self._device.pull(use.cache, parts, use.stop)
                 blocks = [share.held.found.block_ids[share.rows] for share in shares]
-                checks = (source.check(block_ids) for source, block_ids in zip(sources, blocks, strict=True))
                 # Each for itself: checks that wait for no other agent have an answer however late it is.
                 remaining_s = max(0.0, ends_at_s - clock())
-                now = await asyncio.gather(*(until_cancelled(check, use.stop, remaining_s) for check in checks))
+                checks = [
+                    until_cancelled(source.check(block_ids), use.stop, remaining_s)
+                    for source, block_ids in zip(sources, blocks, strict=True)
+                ]
+                now = await asyncio.gather(*checks) if len(checks) > 1 else [await checks[0]]
         except KvPoolError as error:
             self._metrics.failed_peer_pulls.labels(error.reason).inc()
             raise

@@ -15,6 +15,7 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
+from kvpool_gpuagent.core import pulls
 from kvpool_gpuagent.core.cached_chunks import FoundChunks, HeldChunks, Share, SourceName
 from kvpool_gpuagent.core.pulls import BlockRuns, CacheSide, PeerPlanes, cells_of, peer_planes
 from tests.fixtures import layout_presets as presets
@@ -170,3 +171,42 @@ def test_memory_of_two_handles_is_never_one_run() -> None:
     runs = BlockRuns.of(parts_of([CacheSide(layout, addresses), CacheSide(layout, addresses)]))
     assert runs is not None
     assert runs.sizes_bytes.tolist() == list(layout.handle_sizes)
+
+
+JOINED = [
+    pytest.param([[5, 2], [4, 1], [3, 0], [9, 4], [8, 5]], 3, id="in order, given backwards"),
+    pytest.param([[0, 0], [2, 1], [1, 3], [4, 2]], 4, id="on one side alone"),
+    pytest.param([[1, 0], [2, 1], [4, 2], [5, 3], [6, 4]], 2, id="a gap in the source"),
+]
+
+
+@pytest.mark.parametrize(("theirs", "own", "spec", "heads", "run_count"), PAIRS)
+@pytest.mark.parametrize(("places", "joined"), JOINED)
+def test_neighbours_of_many_blocks_are_one_copy_where_a_run_fills_its_block(
+    theirs: Preset,
+    own: Preset,
+    spec: KeyspaceSpec,
+    heads: range,
+    run_count: int | None,
+    places: list[list[int]],
+    joined: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = BlockRuns.of(parts_of(sides(theirs, own, spec, heads), spec))
+    assert runs is not None
+    blocks = np.array(places)
+    each = byte_by_byte(*runs.copies(blocks))
+    monkeypatch.setattr(pulls, "MANY_BLOCKS", len(blocks))
+    copies = runs.copies(blocks)
+    assert byte_by_byte(*copies) == each
+    assert sum(copies[2].tolist()) == len(each)  # no byte twice
+    fills = (runs.source_strides == runs.sizes_bytes) & (runs.destination_strides == runs.sizes_bytes)
+    # Never across two handles, though these follow each other here.
+    assert copies[0].size == int(fills.sum()) * joined + int((~fills).sum()) * len(blocks)
+
+
+def test_no_blocks_are_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "MANY_BLOCKS", 0)
+    runs = BlockRuns.of(parts_of(sides(presets.vllm_blhnc_layout, presets.vllm_blhnc_layout)))
+    assert runs is not None
+    assert [each.size for each in runs.copies(np.zeros((0, 2), dtype=np.int64))] == [0, 0, 0]

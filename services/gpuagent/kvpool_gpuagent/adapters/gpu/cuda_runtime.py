@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
 from ctypes import byref, c_size_t
 from typing import cast
 
@@ -65,6 +66,18 @@ def copy_peer_runs(driver: Driver, destinations: Int64s, sources: Int64s, sizes_
         copy_each(driver, destinations, sources, sizes_bytes, stream)
         return False
     return True
+
+
+def dealt(count: int, streams: int) -> Iterator[tuple[int, slice]]:
+    """Deal so many copies out to streams: yield the number of a stream and a part for it, the first copies first.
+
+    The first parts run while the calls for others are made. All have about as many copies, a call's at most.
+    """
+    calls = -(-count // (streams * _CALL_COPIES)) * streams
+    ends = [count * (number + 1) // calls for number in range(calls)]
+    for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if start < end:
+            yield number % streams, slice(start, end)
 
 
 def _copy_batch(driver: Driver, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, stream: int) -> None:
@@ -189,12 +202,16 @@ class CudaRuntime:
         else:
             copy_each(self.driver, destinations, sources, sizes_bytes, stream.address)
 
-    def copy_peer_runs(self, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, stream: Stream) -> None:
+    def copy_peer_runs(
+        self, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, streams: Sequence[Stream]
+    ) -> None:
         """See runtime.GpuRuntime."""
-        if self._batches_peers:
-            self._batches_peers = copy_peer_runs(self.driver, destinations, sources, sizes_bytes, stream.address)
-        else:
-            copy_each(self.driver, destinations, sources, sizes_bytes, stream.address)
+        for number, part in dealt(int(destinations.size), len(streams)):
+            runs = destinations[part], sources[part], sizes_bytes[part]
+            if self._batches_peers:
+                self._batches_peers = copy_peer_runs(self.driver, *runs, streams[number].address)
+            else:
+                copy_each(self.driver, *runs, streams[number].address)
 
     def pin(self, address: int, size_bytes: int) -> None:
         """See runtime.GpuRuntime. Raises CudaError, for instance where the locked-memory limit is too low."""

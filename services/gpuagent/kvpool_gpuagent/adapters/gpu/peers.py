@@ -3,22 +3,22 @@
 Where blocks lie alike in both caches, in long runs, the copy engine moves them instead, and the kernel only what is
 left of a block of which a load skips tokens.
 
-Each destination GPU has one stream and one thread for its pulls: they run one after another, so that together they
-never take more multiprocessors than one may. Sources whose tokens lie in the same slots (ranks of one TP group) share a
-launch.
+Each destination GPU has one thread that launches its pulls and waits for them, one after another: together they never
+take more multiprocessors than one may, and one that is stopped before its turn copies nothing. Launches are
+prepared beside the copies of the pull before. Sources whose tokens lie in the same slots (ranks of one TP group) share
+one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +78,7 @@ _log = logging.getLogger(__name__)
 # cost 0.15 to 0.3 us a run beside their bytes, so that runs of 1 MiB would reach 0.9 of a link of 389 GB/s: as much as
 # the kernel does, without a multiprocessor.
 PEER_RUN_BYTES = 1 << 20
+_STREAMS = 4  # of the copy engine: what each run costs beside its bytes they pay at the same time; not measured
 _MAX_TABLES = 64  # remembered: pairs of caches that pull again and again
 
 
@@ -133,10 +134,7 @@ class PeerPuller:
         queue = self._queues.get(own.home)
         if queue is None:
             queue = self._queues[own.home] = _PullQueue(own.home, self._runtime_of, self._programs, self._on_broken)
-        work = asyncio.ensure_future(
-            asyncio.get_running_loop().run_in_executor(queue.thread, functools.partial(queue.pull, own, rows, stop))
-        )
-        pulled, cancelled = await finished(work)
+        pulled, cancelled = await finished(queue.start(_Pull(own, rows, stop)))
         if cancelled:
             pulled.exception()  # retrieved: the caller has left
             raise asyncio.CancelledError
@@ -146,11 +144,42 @@ class PeerPuller:
         """End the threads once what they do has ended."""
         queues, self._queues = self._queues, {}
         for queue in queues.values():
-            await asyncio.to_thread(queue.thread.shutdown)
+            await asyncio.to_thread(queue.close)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launch:
+    """What moves one group of parts: copies of whole blocks, and rows by the kernel.
+
+    copies: (destinations, sources, sizes), each [N] int64. slots: [T, 2], where the kernel can read them.
+    """
+
+    tables: _Tables
+    copies: Sequence[tuple[Int64s, Int64s, Int64s]]
+    slots: torch.Tensor
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """The launches of one pull. slots: the memory of all their slots."""
+
+    launches: Sequence[_Launch]
+    slots: torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """One pull. prepared: None until it is."""
+
+    destination: PeerMemory
+    parts: Sequence[_PeerRows]
+    stop: CancelToken
+    prepared: _Prepared | None = None
 
 
 class _PullQueue:
-    """Pulls into caches of one GPU. All but the constructor runs on its one thread."""
+    """Pulls into caches of one GPU. The copying thread prepares a pull itself unless it was busy when that came."""
 
     def __init__(
         self,
@@ -159,69 +188,128 @@ class _PullQueue:
         programs: int,
         on_broken: Callable[[KvPoolError], None],
     ) -> None:
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"pull-{ordinal}")
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix=f"pull-{ordinal}")
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix=f"prepare-pull-{ordinal}")
         self._ordinal, self._programs, self._on_broken = ordinal, programs, on_broken
         self._runtime_of = runtime_of
-        self._opened: tuple[GpuRuntime, Stream] | None = None
+        self._running = 0  # pulls that have not ended; touched on the event loop only
+        self._here = threading.local()  # whether the GPU is attached
+        self._streams: list[Stream] = []  # of the copying thread; kernels run on the first
+        self._lock = threading.Lock()  # of what preparing needs
+        self._runtime: GpuRuntime | None = None
         self._tables: OrderedDict[tuple[object, ...], _Tables] = OrderedDict()
-        self._slots = torch.zeros(0, dtype=torch.int64)  # pinned; read by the launches of the pull that runs
+        self._free_slots: list[torch.Tensor] = []  # read by no launch
         self._broken: KvPoolError | None = None
 
-    def pull(self, destination: PeerMemory, parts: Sequence[_PeerRows], stop: CancelToken) -> PulledBytes:
+    def start(self, pull: _Pull) -> asyncio.Future[PulledBytes]:
+        """Begin a pull, on the event loop; the future says when nothing of it runs any more."""
+        if self._running:
+            self._preparing.submit(self._prepare_ahead, pull)
+        self._running += 1
+        copying = asyncio.get_running_loop().run_in_executor(self._copying, self._pull, pull)
+        copying.add_done_callback(self._ended)
+        return copying
+
+    def close(self) -> None:
+        """End the threads once what they do has ended. Blocks."""
+        self._copying.shutdown()
+        self._preparing.shutdown()
+
+    def _ended(self, copying: asyncio.Future[PulledBytes]) -> None:
+        self._running -= 1
+
+    # On the copying thread
+
+    def _pull(self, pull: _Pull) -> PulledBytes:
         if self._broken is not None:
             raise self._broken
         try:
-            runtime, stream = self._attached()
-            groups = _groups(parts)
-            tables = [self._tables_of(runtime, destination, group) for group in groups]
-            slots = self._filled(runtime, [group[0].slots for group in groups])
+            prepared = self._prepared(pull)
+            runtime = self._attached()
+            if not self._streams:
+                self._streams = [runtime.stream(urgent=True) for _ in range(_STREAMS)]
+            runtime.launch_on(self._streams[0])
         except KvPoolError:
             raise
         except Exception as error:  # nothing was launched
             _log.error("a pull from a peer's cache could not be prepared", exc_info=error)
             raise KvPoolError(f"the pull could not be prepared on the GPU ({error}); recompute these tokens") from error
-        if stop.cancelled:
-            raise Stopped("the pull was ended before it began")
+        try:
+            if pull.stop.cancelled:
+                raise Stopped("the pull was ended before it began")
+            return self._copied(runtime, prepared)
+        finally:
+            with self._lock:
+                self._free_slots.append(prepared.slots)
+
+    def _copied(self, runtime: GpuRuntime, prepared: _Prepared) -> PulledBytes:
+        """Launch all of it, then wait for it."""
         started_s = time.perf_counter()
         try:
-            for each, table in zip(slots, tables, strict=True):
-                rest = _copy_blocks(runtime, stream, each, table)
-                pull_rows(rest, table.data, table.scales, programs=self._programs)
-            stream.mark().wait()
+            for launch in prepared.launches:
+                for destinations, sources, sizes_bytes in launch.copies:
+                    runtime.copy_peer_runs(destinations, sources, sizes_bytes, self._streams)
+                pull_rows(launch.slots, launch.tables.data, launch.tables.scales, programs=self._programs)
+            for mark in [stream.mark() for stream in self._streams]:
+                if not mark.passed():  # each wait gives the interpreter away, and gets it back when the loop lets go
+                    mark.wait()
         except Exception as error:
-            raise self._failure(stream, error) from error
-        copy_s = time.perf_counter() - started_s
-        return PulledBytes(
-            sum(len(each) * table.token_bytes for each, table in zip(slots, tables, strict=True)), copy_s
-        )
+            raise self._failure(error) from error
+        return PulledBytes(sum(launch.size_bytes for launch in prepared.launches), time.perf_counter() - started_s)
 
-    def _attached(self) -> tuple[GpuRuntime, Stream]:
-        if self._opened is None:
-            runtime = self._runtime_of(self._ordinal)
-            runtime.attach()
-            self._opened = runtime, runtime.stream(urgent=True)
-        runtime, stream = self._opened
-        runtime.launch_on(stream)
-        return runtime, stream
-
-    def _failure(self, stream: Stream, error: Exception) -> KvPoolError:
+    def _failure(self, error: Exception) -> KvPoolError:
         """Part of it may be running: wait for it, so that no memory is touched after this."""
         _log.error("a pull from a peer's cache failed on the GPU", exc_info=error)
         try:
-            stream.synchronize()
+            for stream in self._streams:
+                stream.synchronize()
         except Exception as broken:
             self._broken = KvPoolError(f"the GPU does not answer any more ({broken}); restart the agent")
             self._on_broken(self._broken)
         return KvPoolError(f"the GPU failed ({error}); recompute these tokens")
 
-    def _filled(self, runtime: GpuRuntime, slots: Sequence[Int64s]) -> list[torch.Tensor]:
-        """The slots of each launch, where its kernel can read them."""
-        count = sum(each.size for each in slots)
-        if self._slots.numel() < count:
-            self._slots = runtime.host_table(2 * count)
-        np.concatenate([each.reshape(-1) for each in slots], out=self._slots.numpy()[:count])
-        parts = torch.split(self._slots[:count], [each.size for each in slots])
-        return [part.view(-1, 2) for part in parts]
+    # On either thread
+
+    def _prepare_ahead(self, pull: _Pull) -> None:
+        with suppress(Exception):  # the copying thread tries again, and says so
+            self._prepared(pull)
+
+    def _prepared(self, pull: _Pull) -> _Prepared:
+        if pull.prepared is None:  # else without the lock, under which a later one may be prepared
+            with self._lock:
+                if pull.prepared is None:
+                    pull.prepared = self._prepare(self._attached(), pull)
+        return pull.prepared
+
+    def _attached(self) -> GpuRuntime:
+        """The runtime, for this thread."""
+        if self._runtime is None:
+            self._runtime = self._runtime_of(self._ordinal)
+        if not getattr(self._here, "is_attached", False):
+            self._runtime.attach()
+            self._here.is_attached = True
+        return self._runtime
+
+    def _prepare(self, runtime: GpuRuntime, pull: _Pull) -> _Prepared:
+        groups = _groups(pull.parts)
+        tables = [self._tables_of(runtime, pull.destination, group) for group in groups]
+        cut = [_cut(group[0].slots, table) for group, table in zip(groups, tables, strict=True)]
+        memory = self._slots(runtime, sum(rows.size for rows, _ in cut))
+        launches, start = list[_Launch](), 0
+        for (rows, copies), group, table in zip(cut, groups, tables, strict=True):
+            slots = memory[start : start + rows.size].view(-1, 2)
+            slots.numpy()[:] = rows
+            start += rows.size
+            launches.append(_Launch(table, copies, slots, len(group[0].slots) * table.token_bytes))
+        return _Prepared(launches, memory)
+
+    def _slots(self, runtime: GpuRuntime, count: int) -> torch.Tensor:
+        """Memory for so many numbers that the kernel can read and no launch does."""
+        for place, memory in enumerate(self._free_slots):
+            if memory.numel() >= count:
+                return self._free_slots.pop(place)
+        self._free_slots.clear()  # too small from now on
+        return runtime.host_table(2 * max(count, 1))  # memory of no bytes is not known to be pinned
 
     def _tables_of(self, runtime: GpuRuntime, destination: PeerMemory, group: Sequence[_PeerRows]) -> _Tables:
         # Memory that was unmapped since is another object when it is mapped again.
@@ -265,16 +353,14 @@ def _groups(parts: Sequence[_PeerRows]) -> list[list[_PeerRows]]:
     return groups
 
 
-def _copy_blocks(runtime: GpuRuntime, stream: Stream, slots: torch.Tensor, tables: _Tables) -> torch.Tensor:
-    """Have the copy engine move whole blocks, if their runs are long. Return the slots that are left."""
+def _cut(slots: Int64s, tables: _Tables) -> tuple[Int64s, list[tuple[Int64s, Int64s, Int64s]]]:
+    """Return the slots that the kernel moves, and the copies of whole blocks, if their runs are long."""
     if not tables.runs:
-        return slots
+        return slots, []
     # Only the first block may lack rows: chunks are whole blocks, but for the tokens that a load skips.
     lead = -int(slots[0, 1]) % tables.block_rows
-    blocks = slots[lead :: tables.block_rows].numpy() // tables.block_rows
-    for runs in tables.runs:
-        runtime.copy_peer_runs(*runs.copies(blocks), stream)
-    return slots[:lead]
+    blocks = slots[lead :: tables.block_rows] // tables.block_rows
+    return slots[:lead], [runs.copies(blocks) for runs in tables.runs]
 
 
 def _joined(runtime: GpuRuntime, data: Sequence[PeerPlanes], scales: Sequence[PeerPlanes]) -> _Tables:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -68,8 +69,10 @@ class GpuRuntime(Protocol):
         """Enqueue copies of [N] runs between host and device addresses. Faster where the host memory is pinned."""
         ...
 
-    def copy_peer_runs(self, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, stream: Stream) -> None:
-        """Enqueue copies of [N] runs from addresses of any GPU to addresses of this one."""
+    def copy_peer_runs(
+        self, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, streams: Sequence[Stream]
+    ) -> None:
+        """Enqueue copies of [N] runs from addresses of any GPU to addresses of this one, on all of these streams."""
         ...
 
     def pin(self, address: int, size_bytes: int) -> None:
