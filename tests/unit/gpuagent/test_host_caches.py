@@ -1,7 +1,8 @@
-"""GPU caches of the host: which of them are asked again after a pull that failed."""
+"""GPU caches of the host: which of them are offered, and asked again after a pull that failed."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Stopped
+from kvpool.testing import eventually
 from kvpool_gpuagent.core.cached_chunks import FoundChunks, HeldChunks, PulledChunks, Share, SourceName
 from kvpool_gpuagent.engine.host_caches import HostCaches
 
@@ -47,6 +49,9 @@ class Pulls:
     def __init__(self, error: KvPoolError) -> None:
         self._error = error
 
+    def is_mapped(self, session: Any, source: SourceName) -> bool:
+        return True
+
     async def pull(self, session: Any, span: Any, shares: Sequence[Share], *_: Any) -> PulledChunks:
         loaded = np.zeros(2, dtype=np.bool_)
         for share in shares:
@@ -54,6 +59,49 @@ class Pulls:
                 raise self._error
             loaded[share.positions] = True
         return PulledChunks(loaded, 1, 0.0)
+
+
+class Mappings:
+    """Map the second source's memory once `may_map`, or fail then."""
+
+    def __init__(self, error: KvPoolError | None = None) -> None:
+        self.may_map, self.mapped, self.asked = asyncio.Event(), {b"a" * 16}, 0
+        self._error = error
+
+    def is_mapped(self, session: Any, source: SourceName) -> bool:
+        return source.session_id in self.mapped
+
+    async def map(self, session: Any, source: SourceName) -> None:
+        self.asked += 1
+        await self.may_map.wait()
+        if self._error is not None:
+            raise self._error
+        self.mapped.add(source.session_id)
+
+
+async def test_a_cache_is_not_waited_for_until_it_is_mapped_and_offered_then() -> None:
+    pulls = Mappings()
+    caches = HostCaches(list, Agents(), cast(Any, pulls))
+    for _ in range(3):  # none waits for longer than other agents have for their answers
+        assert (await caches.find(SESSION, HASHES)).tolist() == [True, False]
+    assert pulls.asked == 1
+    pulls.may_map.set()
+    await eventually(lambda: len(pulls.mapped) == 2)
+    assert (await caches.find(SESSION, HASHES)).tolist() == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"), [(NotServed("no link"), 1), (InvalidRequest("no such GPU"), 1), (Stopped("it has ended"), 3)]
+)
+async def test_a_cache_that_cannot_be_mapped_is_tried_again_only_if_it_ever_could_be(
+    error: KvPoolError, asked: int
+) -> None:
+    pulls = Mappings(error)
+    pulls.may_map.set()
+    caches = HostCaches(list, Agents(), cast(Any, pulls))
+    for _ in range(3):
+        assert (await caches.find(SESSION, HASHES)).tolist() == [True, False]
+    assert pulls.asked == asked
 
 
 @pytest.mark.parametrize("error", [NotServed("no such GPU"), InvalidRequest("no such handle")])

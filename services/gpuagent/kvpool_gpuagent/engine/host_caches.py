@@ -78,6 +78,7 @@ class HostCaches:
         self._sessions, self._agents, self._pulls = sessions, agents, pulls
         self._out_of_reach: set[SourceName] = set()  # no link leads there, or their memory cannot be mapped
         self._answers = _Answers()
+        self._mapping: dict[SourceName, asyncio.Future[None]] = {}
 
     def held(self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes) -> list[HeldChunks]:
         """Return what caches of this agent's sessions hold, but for those of this engine."""
@@ -135,10 +136,7 @@ class HostCaches:
                     alone = [share for share in shares if share.held.source == source]
                     await self._pull(session, span, alone, stop, ends_at_s)
                 return None
-            if len(self._out_of_reach) > _MAX_OUT_OF_REACH:
-                self._out_of_reach.clear()
-            self._out_of_reach |= sources
-            _log.warning("a cache of another rank is out of reach, it is not asked again: %s", error)
+            self._leave_out(sources, error)
         except KvPoolError as error:
             _log.info("chunks of other ranks' caches are loaded from elsewhere: %s", error)
         except Exception:
@@ -146,13 +144,43 @@ class HostCaches:
         return None
 
     async def _ask(self, session: EngineSession, chunk_hashes: bytes) -> list[HeldChunks]:
-        """What caches of other agents' sessions hold. Never raises."""
+        """What caches of other agents' sessions hold that are mapped here. Never raises.
+
+        Others are mapped meanwhile: the first time between two GPUs that takes seconds, for which nobody waits.
+        """
         if self._agents is None:
             return []
         held = await self._agents.find(session.rank.keyspace, chunk_hashes, session.engine_id, FIND_TIMEOUT_S)
+        unmapped = {one.source for one in held if not self._pulls.is_mapped(session, one.source)} - self._out_of_reach
+        if unmapped:
+            await asyncio.wait([self._map(session, source) for source in unmapped], timeout=FIND_TIMEOUT_S)
+            held = [one for one in held if self._pulls.is_mapped(session, one.source)]
         until_s = asyncio.get_running_loop().time() + REMEMBER_S
         self._answers.put(session, _Answer(chunk_hashes, held, until_s))
         return held
+
+    def _map(self, session: EngineSession, source: SourceName) -> asyncio.Future[None]:
+        mapping = self._mapping.get(source)
+        if mapping is None:
+            mapping = self._mapping[source] = asyncio.ensure_future(self._map_one(session, source))
+            mapping.add_done_callback(lambda _: self._mapping.pop(source))
+        return mapping
+
+    async def _map_one(self, session: EngineSession, source: SourceName) -> None:
+        try:
+            await self._pulls.map(session, source)
+        except (NotServed, InvalidRequest) as error:
+            self._leave_out({source}, error)
+        except KvPoolError as error:
+            _log.info("a cache of another rank is not mapped yet: %s", error)
+        except Exception:
+            _log.exception("a cache of another rank could not be mapped")
+
+    def _leave_out(self, sources: set[SourceName], error: KvPoolError) -> None:
+        if len(self._out_of_reach) > _MAX_OUT_OF_REACH:
+            self._out_of_reach.clear()
+        self._out_of_reach |= sources
+        _log.warning("a cache of another rank is out of reach, it is not asked again: %s", error)
 
     def _covering(
         self, session: EngineSession, chunk_hashes: bytes, elsewhere: Sequence[HeldChunks]

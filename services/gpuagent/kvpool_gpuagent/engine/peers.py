@@ -112,6 +112,11 @@ class PeerCacheTable:
             opening.add_done_callback(lambda done: self._opened(wanted, done))
         return await asyncio.shield(opening)  # others may wait for the same
 
+    def is_open(self, name: SourceName, rank: Rank) -> bool:
+        """Whether a session's cache is leased and mapped."""
+        lease = self._open_leases.get((name, rank.keyspace))
+        return lease is not None and not lease.loan.ended.is_set()
+
     async def close(self) -> None:
         """Give all back; no pull runs any more."""
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
@@ -223,6 +228,14 @@ class PeerPulls:
             changed = (generations != share.held.found.generations[share.rows]).any(axis=1)
             loaded[share.positions[changed]] = False
         return PulledChunks(loaded, moved.size_bytes, moved.copy_s)
+
+    def is_mapped(self, session: EngineSession, source: SourceName) -> bool:
+        """Whether a pull of this session from there would not have to map it first."""
+        return not source.agent or self._leases.is_open(source, session.rank)
+
+    async def map(self, session: EngineSession, source: SourceName) -> None:
+        """Have another agent lend a session's cache, and map it. Goes on if the caller leaves; raises as `pull`."""
+        await self._leases.get(source, session.rank)
 
     async def close(self) -> None:
         """Give back what was leased; every session is closed."""

@@ -93,9 +93,20 @@ class CudaDevice:
             raise KvPoolError(f"the engine's memory or events could not be taken over: {error}") from error
 
     async def map_peer(self, spec: KeyspaceSpec, layout: EngineLayout, handles: Sequence[MappedHandle]) -> PeerCache:
-        """See ports.Device.map_peer. Mapped, on the GPU that needs it, by the first pull."""
+        """See ports.Device.map_peer. Mapped for this agent's own GPU; for another one by the first pull into it."""
         self.check(spec, layout, handles, [])
-        return self._peer_memory(spec, layout, handles)
+        memory = self._peer_memory(spec, layout, handles)
+        work = asyncio.ensure_future(asyncio.to_thread(memory.addresses, self.runtime.ordinal))
+        mapped, cancelled = await finished(work)
+        if cancelled:
+            mapped.exception()  # retrieved: the caller has left
+            await memory.close()
+            raise asyncio.CancelledError
+        try:
+            mapped.result()
+        except CudaError as error:
+            raise KvPoolError(f"the memory of another rank could not be mapped: {error}") from error
+        return memory
 
     async def pull(self, destination: EngineCache, parts: Sequence[PullPart], stop: CancelToken) -> PulledBytes:
         """See ports.Device.pull. The kernel runs on the GPU of the destination's cache."""
