@@ -165,9 +165,9 @@ class PageStoreMetrics:
         self.written_pages = Counter(
             f"{prefix}_written_pages", "Pages written back to disk, by outcome.", ["outcome"], registry=registry
         )
-        self.memory_only_pages = Counter(
-            f"{prefix}_memory_only_pages",
-            "Pages committed to staging alone because the disk was behind.",
+        self.postponed_pages = Counter(
+            f"{prefix}_postponed_pages",
+            "Pages that may be evicted before they are written, as they were committed while the disk was behind.",
             registry=registry,
         )
         self.write_back_lag = Histogram(

@@ -298,27 +298,50 @@ async def test_stores_are_refused_at_the_cap_and_no_page_is_lost_for_them() -> N
             assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in stored}
 
 
-async def test_while_the_disk_is_behind_pages_are_stored_in_memory_alone() -> None:
+@asynccontextmanager
+async def behind(world: World, count: int, **changes: Any) -> AsyncIterator[tuple[Running, PeerSession, Gate, int]]:
+    """An engine that was given so many pages while its disk wrote none, and how many of them are dirty."""
+    async with running_engine(world, **changes) as running:
+        peer = await open_session(running)
+        world.memory.gate = gate = Gate()
+        for number in range(count):
+            assert await store(running, peer, [number]) == [None]
+        yield running, peer, gate, running.engine.dirty_page_count
+
+
+async def test_while_the_disk_is_behind_pages_are_stored_all_the_same_and_a_flush_writes_them() -> None:
     with new_world() as world:
-        async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
-            engine, peer = running.engine, await open_session(running)
-            world.memory.gate = gate = Gate()
-            cap = running.config.writer_bytes // SLOT_BYTES
-            count = 5 * cap // 4  # of the arena's slots, of which the cap is half
-            for number in range(count):
-                assert await store(running, peer, [number]) == [None]
-            dirty = engine.dirty_page_count
+        async with behind(world, 40, **ONE_PAGE_AND_NO_MORE) as (running, peer, gate, dirty):
+            cap = running.config.writer_bytes // SLOT_BYTES  # 32 of 64 slots
             assert 3 * cap // 4 <= dirty <= 3 * cap // 4 + 1
-            assert [await read_once(running, peer, number) for number in range(count)] == [True] * count
-            assert engine.dirty_page_count == dirty, "nor does a use of them add to what waits"
+            assert [await read_once(running, peer, number) for number in range(40)] == [True] * 40
+            assert running.engine.dirty_page_count == dirty
             gate.set()
             async with asyncio.timeout(PATIENCE_S):
-                assert await engine.flush(TENANT, b"") == (dirty, 0)
-            assert await read_once(running, peer, count - 1)  # the disk has caught up
+                assert await running.engine.flush(TENANT, b"") == (40, 0)
+            assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in range(40)}
             async with asyncio.timeout(PATIENCE_S):
-                assert await engine.flush(TENANT, b"") == (1, 0)
-            written = {page_key(number) for number in (*range(dirty), count - 1)}
-            assert {found.key for found in stored_pages(world.memory)} == written
+                assert await running.engine.flush(TENANT, b"") == (0, 0)
+
+
+async def test_a_disk_that_has_caught_up_gets_what_was_postponed() -> None:
+    with new_world() as world:
+        async with behind(world, 40) as (running, _, gate, dirty):
+            assert dirty < 40
+            gate.set()
+            await eventually(lambda: running.engine.gauges().disk_pages == 40)
+            assert running.engine.dirty_page_count == 0
+
+
+async def test_pages_that_are_postponed_give_way_to_new_ones() -> None:
+    with new_world() as world:
+        async with behind(world, 100) as (running, peer, gate, dirty):  # of 64 slots
+            here = [await read_once(running, peer, number) for number in range(100)]
+            assert sum(here) <= 64 and all(here[:dirty]) and here[-1]
+            gate.set()
+            async with asyncio.timeout(PATIENCE_S):
+                durable, failed = await running.engine.flush(TENANT, b"")
+            assert (durable, failed) == (sum(here), 0)
 
 
 async def test_a_caller_that_waits_for_the_disk_gets_it_while_it_is_behind() -> None:

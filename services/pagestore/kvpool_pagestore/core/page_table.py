@@ -447,7 +447,7 @@ class PageTable:
 
     def _take(self, slot: Slot, state: SlotState, record: PageRecord) -> None:
         self.space.occupy(slot, state)
-        slot.record, slot.uses, slot.free_on_release, slot.memory_only = record, 0, False, False
+        slot.record, slot.uses, slot.free_on_release = record, 0, False
         slot.stay += 1
         self._events.publish(BytesHeld(record.key.keyspace, slot.size_bytes))
 

@@ -4,7 +4,7 @@ Nothing else of the pagestore asks for a write policy or a staging mode; it asks
 
 | | answers | page bytes on disk | in staging afterwards |
 |---|---|---|---|
-| write-back | when staged | soon after; while the disk is behind, from a later use | until evicted |
+| write-back | when staged | soon after; while the disk is behind, when it has caught up | until evicted |
 | write-through | when durable, or with why not | before the answer | until evicted |
 | selective | when staged | from the n-th use, or soon after if the prompt was long | until evicted, durable or not |
 | staging-only | when staged | never | until evicted |

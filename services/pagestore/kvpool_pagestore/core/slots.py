@@ -69,7 +69,6 @@ class Slot:
     pins: int = 0
     dirty: bool = False
     sealed: bool = False  # the header is in place and has the digest of the payload: the page verifies
-    memory_only: bool = False  # committed while the disk was behind: written at a later use
     # READY, but no longer to be found by its key: dropped while in use, free after the last use.
     deleted: bool = False
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.

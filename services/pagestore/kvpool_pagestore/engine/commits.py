@@ -132,9 +132,8 @@ class Commits:
         if not self._table.finish_commit(slot, verified=error is None, dirty=dirty, sealed=sealed):
             return error if error is not None else self._other_copy(record, dirty, waits)
         visible.append(record)
-        if late:
-            slot.memory_only = True
-            self._metrics.memory_only_pages.inc()
+        if late and self._write_back is not None:
+            self._write_back.postpone(slot)
         if dirty and self._write_back is not None:
             page = self._write_back.enqueue(slot, urgent=waits)
             return page if waits else None

@@ -81,15 +81,10 @@ class Policies:
                 _log.warning("policies of %d keyspaces are not known yet: %s", len(new), error)
 
     def write_used(self, used: PagesUsed) -> None:
-        """Take pages to disk whose keyspace says so of pages that are used so often, unless the disk is behind."""
-        if self._table.is_disk_behind:
-            return
+        """Take pages to disk whose keyspace says so of pages that are used so often."""
         for slot in used.slots:
-            plan = self._book.plan(slot.page.key.keyspace)
-            if (slot.memory_only or plan.goes_by_use(slot.uses)) and not self._is_safe(slot):
-                slot.memory_only = False
-                if plan.goes_to_disk(slot.uses, slot.page.metadata.prompt_tokens):
-                    self._write(slot)
+            if self._book.plan(slot.page.key.keyspace).goes_by_use(slot.uses) and not self._is_safe(slot):
+                self._write(slot)
 
     def version_seen(self, version: int) -> None:
         """The index has named the version of all policies, with a lease renewal."""

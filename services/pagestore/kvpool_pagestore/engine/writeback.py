@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from kvpool.core.cluster import PageMetadata
@@ -53,6 +54,9 @@ class WriteBack:
         self._unlogged_failures = 0
         self._log_failures_at_s = float("-inf")
         self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
+        # Pages to be written once the disk has caught up, with their stay, in the order of their commits. They are
+        # clean until then, so that they can be evicted: what is no longer wanted is noticed when its turn comes.
+        self._postponed: OrderedDict[Slot, int] = OrderedDict()
 
     @property
     def oldest_s(self) -> float:
@@ -77,6 +81,12 @@ class WriteBack:
             self._queue.urge([page], now_s)
         page.cause = self._tracer.here()
         return page
+
+    def postpone(self, slot: Slot) -> None:
+        """A clean page is to become durable once the disk has caught up, if it is still here then."""
+        self._postponed.pop(slot, None)
+        self._postponed[slot] = slot.stay
+        self._metrics.postponed_pages.inc()
 
     def take(self, slot: Slot) -> DirtyPage | None:
         """A visible page that is not on disk is to go there, if it does not wait for that already.
@@ -110,16 +120,24 @@ class WriteBack:
         Raises StoreFault if the disk tier is out of service.
         """
         wanted = [page for page in self._queue.pending if page.record.key.keyspace in keyspaces and page.wanted]
-        before = {page.number: page.failures for page in wanted}
-        self._queue.urge(wanted, self._clock.monotonic_s())
-        self._pump()
-        for page in wanted:
-            while not self._stopped and _undecided(page, before[page.number]):
-                await self._next_progress()
-        failed_count = sum(1 for page in wanted if page.state is not WriteState.DONE and page.wanted)
+        postponed = deque(self._postponed.items())
+        durable_count = failed_count = 0
+        while wanted or postponed:
+            before = {page.number: page.failures for page in wanted}
+            self._queue.urge(wanted, self._clock.monotonic_s())
+            self._pump()
+            for page in wanted:
+                while not self._stopped and _undecided(page, before[page.number]):
+                    await self._next_progress()
+            failed_count += sum(1 for page in wanted if page.state is not WriteState.DONE and page.wanted)
+            durable_count += sum(1 for page in wanted if page.durable)
+            wanted, written_count = self._next_postponed(postponed, keyspaces)
+            durable_count += written_count
+            if self._stopped or not wanted:
+                break
         if failed_count and self._disk.fault:
             raise StoreFault(f"{failed_count} pages are not durable: {self._disk.fault}")
-        return sum(1 for page in wanted if page.durable), failed_count
+        return durable_count, failed_count
 
     def retry_failed(self, changed: DiskHealthChanged) -> None:
         """Write at once what waits for the disk, if it works again; let those who wait look again in any case."""
@@ -157,6 +175,9 @@ class WriteBack:
             self._timer = None
         if self._stopped:
             return
+        while self._postponed and not self._table.is_half_dirty:
+            slot, stay = self._postponed.popitem(last=False)
+            self._take_postponed(slot, stay)
         now_s = self._clock.monotonic_s()
         in_budget = not self._table.is_half_dirty
         while batch := self._queue.next_batch(now_s, in_budget=in_budget):
@@ -166,6 +187,38 @@ class WriteBack:
         due_s = self._queue.next_due_s(now_s, in_budget=in_budget)
         if due_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
+
+    def _next_postponed(self, postponed: deque[tuple[Slot, int]], keyspaces: set[bytes]) -> tuple[list[DirtyPage], int]:
+        """Take as many pages of these keyspaces off the front as may be dirty at once; also how many are on disk."""
+        taken: list[DirtyPage] = []
+        written_count = 0
+        while postponed:
+            slot, stay = postponed[0]
+            if slot.stay == stay and slot.record is not None and slot.page.key.keyspace in keyspaces:
+                page = self._take_postponed(slot, stay)
+                if page is None and self._is_postponed(slot, stay):
+                    break  # too much is on its way
+                taken += [page] if page is not None else []
+                written_count += page is None and slot.page.key in self._disk
+            postponed.popleft()
+        return taken, written_count
+
+    def _take_postponed(self, slot: Slot, stay: int) -> DirtyPage | None:
+        """Queue a postponed page, or find it queued; None if it is gone, durable, or too much is on its way."""
+        if slot.stay == stay and slot.dirty:
+            return self._queue.find(slot)
+        if not self._is_postponed(slot, stay) or not self._table.make_dirty(slot):
+            return None
+        self._postponed.pop(slot, None)
+        return self.enqueue(slot)
+
+    def _is_postponed(self, slot: Slot, stay: int) -> bool:
+        """Whether a page is still to be written: it is here, clean, not on disk, and its keyspace's pages go there."""
+        if slot.stay != stay or slot.record is None or slot.deleted or slot.dirty:
+            return False
+        page = slot.page
+        plan = self._policies.plan(page.key.keyspace)
+        return plan.goes_to_disk(slot.uses, page.metadata.prompt_tokens) and page.key not in self._disk
 
     async def _write(self, batch: list[DirtyPage]) -> None:
         unsealed = await self._sealing.seal([page.slot for page in batch])
