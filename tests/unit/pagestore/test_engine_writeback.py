@@ -344,6 +344,16 @@ async def test_pages_that_are_postponed_give_way_to_new_ones() -> None:
             assert (durable, failed) == (sum(here), 0)
 
 
+async def test_a_flush_counts_a_page_once_that_was_postponed_and_then_waited_for() -> None:
+    with new_world() as world:
+        async with behind(world, 40, linger_ms=PATIENT_MS, batch_pages=100) as (running, _, gate, dirty):
+            assert dirty < 39
+            gate.set()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await running.engine.pages.make_durable(page_key(39)) is None
+                assert await running.engine.flush(TENANT, b"") == (39, 0)
+
+
 async def test_a_caller_that_waits_for_the_disk_gets_it_while_it_is_behind() -> None:
     with new_world() as world:
         async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:

@@ -76,6 +76,7 @@ class WriteBack:
     def enqueue(self, slot: Slot, *, urgent: bool = False) -> DirtyPage:
         """A dirty page is to become durable. urgent: a caller waits for that. Call `start_due` after the last one."""
         now_s = self._clock.monotonic_s()
+        self._postponed.pop(slot, None)  # it waits in one place only: a flush counts it once
         page = self._queue.add(slot, now_s)
         if urgent:
             self._queue.urge([page], now_s)
@@ -205,11 +206,13 @@ class WriteBack:
 
     def _take_postponed(self, slot: Slot, stay: int) -> DirtyPage | None:
         """Queue a postponed page, or find it queued; None if it is gone, durable, or too much is on its way."""
-        if slot.stay == stay and slot.dirty:
-            return self._queue.find(slot)
+        if slot.stay != stay or slot.record is None:
+            return None
+        waiting = self._queue.find(slot)  # one that failed is clean, and waits to be tried again
+        if waiting is not None:
+            return waiting
         if not self._is_postponed(slot, stay) or not self._table.make_dirty(slot):
             return None
-        self._postponed.pop(slot, None)
         return self.enqueue(slot)
 
     def _is_postponed(self, slot: Slot, stay: int) -> bool:
