@@ -23,6 +23,8 @@ from kvpool_pagestore.ports import PageWrite
 _log = logging.getLogger(__name__)
 
 _FAILURES_LOGGED_EVERY_S = 10.0  # a full disk fails at every page that is stored: the log must not fill it too
+_POSTPONED_A_TURN = 256  # of the event loop: a page takes some 10 us
+_WRITERS_PAUSE_S = 1.0
 
 
 class WriteBack:
@@ -72,6 +74,11 @@ class WriteBack:
     def dirty_count(self) -> int:
         """Pages that are to become durable."""
         return sum(1 for page in self._queue.pending if page.wanted)
+
+    @property
+    def has_postponed(self) -> bool:
+        """Whether there are pages to be written once the disk has caught up. Looks at all that there were."""
+        return any(self._is_postponed(slot, stay) for slot, stay in self._postponed.items())
 
     def enqueue(self, slot: Slot, *, urgent: bool = False) -> DirtyPage:
         """A dirty page is to become durable. urgent: a caller waits for that. Call `start_due` after the last one."""
@@ -176,9 +183,7 @@ class WriteBack:
             self._timer = None
         if self._stopped:
             return
-        while self._postponed and not self._table.is_half_dirty:
-            slot, stay = self._postponed.popitem(last=False)
-            self._take_postponed(slot, stay)
+        pause_s = self._start_postponed()
         now_s = self._clock.monotonic_s()
         in_budget = not self._table.is_half_dirty
         while batch := self._queue.next_batch(now_s, in_budget=in_budget):
@@ -186,8 +191,21 @@ class WriteBack:
                 self._table.pin(page.slot)
             self._tasks.start(self._write(batch), "write-back")
         due_s = self._queue.next_due_s(now_s, in_budget=in_budget)
+        if pause_s is not None:
+            due_s = now_s + pause_s if due_s is None else min(due_s, now_s + pause_s)
         if due_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
+
+    def _start_postponed(self) -> float | None:
+        """Queue postponed pages while few are dirty; when to go on if no write that ends leads here."""
+        for _ in range(_POSTPONED_A_TURN):
+            if not self._postponed or self._table.is_half_dirty:
+                return None
+            slot, stay = next(iter(self._postponed.items()))
+            if self._take_postponed(slot, stay) is None and self._is_postponed(slot, stay):
+                return _WRITERS_PAUSE_S  # pages that are being written take the room
+            self._postponed.pop(slot, None)
+        return 0.0
 
     def _next_postponed(self, postponed: deque[tuple[Slot, int]], keyspaces: set[bytes]) -> tuple[list[DirtyPage], int]:
         """Take as many pages of these keyspaces off the front as may be dirty at once; also how many are on disk."""
