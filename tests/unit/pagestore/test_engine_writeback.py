@@ -359,6 +359,23 @@ async def store_other(running: Running, peer: PeerSession, numbers: Sequence[int
     assert await running.engine.pages.commit(peer, [grant.lease_id for grant in grants]) == [None] * len(grants)
 
 
+async def test_a_flush_writes_what_was_postponed_however_much_of_other_keyspaces_is_dirty() -> None:
+    with new_world() as world:
+        async with running_engine(world, linger_ms=PATIENT_MS, batch_pages=100) as running:
+            engine, peer = running.engine, await open_session(running, keyspaces=(*KEYSPACES, (OTHER, OTHER_SPEC)))
+            cap = running.config.writer_bytes // SLOT_BYTES
+            for number in range(3 * cap // 4 + 1):
+                await store_other(running, peer, [number])
+            assert await store(running, peer, range(4)) == [None] * 4
+            dirty = engine.dirty_page_count
+            assert dirty == 3 * cap // 4 + 1
+            being_written = await engine.pages.reserve(peer, [reserve_item(100 + one) for one in range(cap - dirty)])
+            assert all(isinstance(one, Grant) for one in being_written)
+            async with asyncio.timeout(PATIENCE_S):
+                assert await engine.flush(TENANT, KEYSPACE) == (4, 0)
+            assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in range(4)}
+
+
 async def test_what_was_postponed_is_not_forgotten_while_others_write(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_world() as world:
         async with running_engine(world, linger_ms=PATIENT_MS, batch_pages=100) as running:
@@ -392,6 +409,22 @@ async def test_a_flush_counts_a_page_once_that_was_postponed_and_then_waited_for
             async with asyncio.timeout(PATIENCE_S):
                 assert await running.engine.pages.make_durable(page_key(39)) is None
                 assert await running.engine.flush(TENANT, b"") == (39, 0)
+
+
+async def test_a_flush_of_what_was_postponed_leaves_room_for_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        async with behind(world, 60, linger_ms=PATIENT_MS, batch_pages=100) as (running, _, gate, dirty):
+            gate.set()
+            most_bytes, put = list[int](), world.memory.put_batch
+
+            def watched(*arguments: Any, **named: Any) -> Any:
+                most_bytes.append(running.engine.gauges().arena_dirty_bytes)
+                return put(*arguments, **named)
+
+            monkeypatch.setattr(world.memory, "put_batch", watched)
+            async with asyncio.timeout(PATIENCE_S):
+                assert await running.engine.flush(TENANT, b"") == (60, 0)
+            assert max(most_bytes) <= dirty * SLOT_BYTES
 
 
 async def test_a_caller_that_waits_for_the_disk_gets_it_while_it_is_behind() -> None:

@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 _FAILURES_LOGGED_EVERY_S = 10.0  # a full disk fails at every page that is stored: the log must not fill it too
 _POSTPONED_A_TURN = 256  # of the event loop: a page takes some 10 us
 _WRITERS_PAUSE_S = 1.0
+_FLUSHED_AT_LEAST = 16  # postponed pages, each time
 
 
 class WriteBack:
@@ -208,15 +209,19 @@ class WriteBack:
         return 0.0
 
     def _next_postponed(self, postponed: deque[tuple[Slot, int]], keyspaces: set[bytes]) -> tuple[list[DirtyPage], int]:
-        """Take as many pages of these keyspaces off the front as may be dirty at once; also how many are on disk."""
+        """Take as many pages of these keyspaces off the front as may be dirty at once, and some in any case: whatever
+        others have dirty or write, a flush goes on. Also how many are on disk."""
         taken: list[DirtyPage] = []
         written_count = 0
         while postponed:
             slot, stay = postponed[0]
             if slot.stay == stay and slot.record is not None and slot.page.key.keyspace in keyspaces:
-                page = self._take_postponed(slot, stay)
+                is_enough = len(taken) >= _FLUSHED_AT_LEAST and self._table.is_disk_behind
+                page = None if is_enough else self._take_postponed(slot, stay)
                 if page is None and self._is_postponed(slot, stay):
-                    break  # too much is on its way
+                    if len(taken) >= _FLUSHED_AT_LEAST:
+                        break
+                    page = self.enqueue(slot)  # clean, as pages are that are tried again after a failure
                 taken += [page] if page is not None else []
                 written_count += page is None and slot.page.key in self._disk
             postponed.popleft()
