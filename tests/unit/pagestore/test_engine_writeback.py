@@ -34,10 +34,13 @@ from tests.fixtures.pagestore import (
     SPEC,
     TENANT,
     Running,
+    ScriptedPeers,
     World,
     fill_page,
+    give,
     new_world,
     page_key,
+    remote_source,
     running_engine,
 )
 from tests.fixtures.pagestore_calls import acquire, open_session, reserve_item, store, wanted
@@ -425,6 +428,23 @@ async def test_a_flush_of_what_was_postponed_leaves_room_for_new_pages(monkeypat
             async with asyncio.timeout(PATIENCE_S):
                 assert await running.engine.flush(TENANT, b"") == (60, 0)
             assert max(most_bytes) <= dirty * SLOT_BYTES
+
+
+async def test_a_flush_writes_a_page_that_a_peer_brought_first_while_the_disk_was_behind() -> None:
+    with new_world() as world:
+        world.peers = ScriptedPeers(lambda _, item: give(item))
+        async with behind(world, 30, linger_ms=PATIENT_MS, batch_pages=100) as (running, peer, gate, dirty):
+            assert dirty < 30
+            (grant,) = await running.engine.pages.reserve(peer, [reserve_item(100)])
+            assert isinstance(grant, Grant)
+            fill_page(running.engine.pages.view(grant), page_key(100))
+            (pulled,) = await acquire(running, peer, [wanted(100, remote_source(1))])
+            assert pulled.grant is not None
+            assert await running.engine.pages.commit(peer, [grant.lease_id]) == [None]
+            gate.set()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await running.engine.flush(TENANT, b"") == (31, 0)
+            assert page_key(100) in {found.key for found in stored_pages(world.memory)}
 
 
 async def test_a_caller_that_waits_for_the_disk_gets_it_while_it_is_behind() -> None:

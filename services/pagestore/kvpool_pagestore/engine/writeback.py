@@ -92,7 +92,9 @@ class WriteBack:
         return page
 
     def postpone(self, slot: Slot) -> None:
-        """A clean page is to become durable once the disk has caught up, if it is still here then."""
+        """A page is to become durable once the disk has caught up, if it is still here then, and not sooner anyway."""
+        if self._queue.find(slot) is not None or slot.page.key in self._disk:
+            return
         self._postponed.pop(slot, None)
         self._postponed[slot] = slot.stay
         self._metrics.postponed_pages.inc()
