@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Stopped
 from kvpool.testing import eventually
 from kvpool_gpuagent.core.cached_chunks import FoundChunks, HeldChunks, PulledChunks, Share, SourceName
+from kvpool_gpuagent.engine import host_caches
 from kvpool_gpuagent.engine.host_caches import HostCaches
 
 HASHES = bytes(range(32))  # of two chunks
@@ -118,3 +120,19 @@ async def test_a_source_that_has_ended_is_asked_again() -> None:
     caches = HostCaches(list, Agents(), cast(Any, Pulls(Stopped("the source session has ended"))))
     assert await caches.pull(SESSION, SPAN, CancelToken(), 0.0) is None
     assert (await caches.find(SESSION, HASHES)).tolist() == [True, True]
+
+
+async def test_answers_that_are_not_used_any_more_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_caches, "REMEMBER_S", 0.0)
+    said: list[weakref.ref[Any]] = []
+
+    class Watched(Agents):
+        async def find(self, *_: Any) -> list[HeldChunks]:
+            answer = held(b"a", 0)
+            said.append(weakref.ref(answer.found.generations))
+            return [answer]
+
+    caches = HostCaches(list, Watched(), cast(Any, Pulls(Stopped("it has ended"))))
+    for number in range(4):
+        await caches.find(SESSION, bytes([number]) * 32)
+    assert sum(one() is not None for one in said) <= 1

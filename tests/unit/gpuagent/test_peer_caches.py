@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvpool.core.cancel import CancelToken
-from kvpool.core.errors import DeadlineExceeded, KeyspaceMismatch
+from kvpool.core.errors import DeadlineExceeded, KeyspaceMismatch, Stopped
 from kvpool.testing import eventually
 from kvpool_gpuagent.core.cached_chunks import FoundChunks, HeldChunks, Share, SourceName
 from kvpool_gpuagent.core.requests import Rank
@@ -155,3 +155,14 @@ async def test_a_load_does_not_wait_longer_for_another_agent_than_it_has_time() 
     assert agents.asked == 1
     agents.may_answer.set()
     await pulls.close()
+
+
+async def test_nothing_is_leased_after_the_close() -> None:
+    """A match that has just asked other agents would have their caches mapped."""
+    agents = Agents()
+    agents.may_answer.set()
+    table = PeerCacheTable(cast(Any, Device()), agents)
+    await table.close()
+    with pytest.raises(Stopped):
+        await table.get(source(1), rank(RIGHT))
+    assert agents.asked == 0

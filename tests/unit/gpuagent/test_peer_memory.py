@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvpool.core.errors import Stopped
 from kvpool_gpuagent.adapters.gpu.peers import PeerMemory
 
 
@@ -28,3 +29,19 @@ def test_a_mapping_that_cannot_be_undone_keeps_no_other() -> None:
     assert sorted(undone) == [0, 1, 2]
     memory.unmap()
     assert len(undone) == 3
+
+
+def test_memory_that_was_unmapped_is_not_mapped_again() -> None:
+    opened: list[int] = []
+
+    def open_at(ordinal: int) -> tuple[list[int], Callable[[], None]]:
+        opened.append(ordinal)
+        return [ordinal << 20], lambda: opened.remove(ordinal)
+
+    memory = PeerMemory(cast(Any, None), cast(Any, None), 0, open_at)
+    memory.addresses(0)
+    memory.unmap()
+    for ordinal in (0, 1):
+        with pytest.raises(Stopped):
+            memory.addresses(ordinal)
+    assert opened == []

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import ArenaFull, Draining, StoreFault
+from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
@@ -27,20 +28,27 @@ from kvpool_pagestore.engine.store import PageStoreEngine
 from tests.fixtures.movement import cluster_of
 from tests.fixtures.pagestore import (
     KEYSPACE,
+    KEYSPACES,
     PAGE_BYTES,
     SLOT_BYTES,
+    SPEC,
     TENANT,
     Running,
+    ScriptedPeers,
     World,
     fill_page,
+    give,
     new_world,
     page_key,
+    remote_source,
     running_engine,
 )
 from tests.fixtures.pagestore_calls import acquire, open_session, reserve_item, store, wanted
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.stored_pages import stored_pages
 
+OTHER_SPEC = replace(SPEC, model_revision="other")
+OTHER = keyspace_id(encode_keyspace(TENANT, OTHER_SPEC))
 PATIENT_MS = 60_000  # nothing is written before a request
 ONE_PAGE_AND_NO_MORE = {"write_back_bytes_per_s": 1}  # the first one goes at once, the next one hours later
 
@@ -342,6 +350,101 @@ async def test_pages_that_are_postponed_give_way_to_new_ones() -> None:
             async with asyncio.timeout(PATIENCE_S):
                 durable, failed = await running.engine.flush(TENANT, b"")
             assert (durable, failed) == (sum(here), 0)
+
+
+async def store_other(running: Running, peer: PeerSession, numbers: Sequence[int]) -> None:
+    """The same as `store`, in another keyspace."""
+    items = [replace(reserve_item(number), key=page_key(number, keyspace=OTHER)) for number in numbers]
+    grants = [one for one in await running.engine.pages.reserve(peer, items) if isinstance(one, Grant)]
+    assert len(grants) == len(numbers)
+    for grant in grants:
+        fill_page(running.engine.pages.view(grant), grant.slot.page.key)
+    assert await running.engine.pages.commit(peer, [grant.lease_id for grant in grants]) == [None] * len(grants)
+
+
+async def test_a_flush_writes_what_was_postponed_however_much_of_other_keyspaces_is_dirty() -> None:
+    with new_world() as world:
+        async with running_engine(world, linger_ms=PATIENT_MS, batch_pages=100) as running:
+            engine, peer = running.engine, await open_session(running, keyspaces=(*KEYSPACES, (OTHER, OTHER_SPEC)))
+            cap = running.config.writer_bytes // SLOT_BYTES
+            for number in range(3 * cap // 4 + 1):
+                await store_other(running, peer, [number])
+            assert await store(running, peer, range(4)) == [None] * 4
+            dirty = engine.dirty_page_count
+            assert dirty == 3 * cap // 4 + 1
+            being_written = await engine.pages.reserve(peer, [reserve_item(100 + one) for one in range(cap - dirty)])
+            assert all(isinstance(one, Grant) for one in being_written)
+            async with asyncio.timeout(PATIENCE_S):
+                assert await engine.flush(TENANT, KEYSPACE) == (4, 0)
+            assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in range(4)}
+
+
+async def test_what_was_postponed_is_not_forgotten_while_others_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        async with running_engine(world, linger_ms=PATIENT_MS, batch_pages=100) as running:
+            engine, peer = running.engine, await open_session(running, keyspaces=(*KEYSPACES, (OTHER, OTHER_SPEC)))
+            cap = running.config.writer_bytes // SLOT_BYTES
+            for number in range(3 * cap // 4 + 1):
+                await store_other(running, peer, [number])
+            assert await store(running, peer, range(4)) == [None] * 4
+            gate, delete = Gate(), world.memory.delete_keyspace
+
+            def delete_late(*arguments: Any) -> Any:
+                gate.wait(PATIENCE_S)
+                return delete(*arguments)
+
+            monkeypatch.setattr(world.memory, "delete_keyspace", delete_late)
+            clearing = asyncio.ensure_future(engine.clear(TENANT, OTHER))
+            await eventually(gate.reached.is_set)
+            being_written = await engine.pages.reserve(peer, [reserve_item(100 + one) for one in range(cap)])
+            assert all(isinstance(one, Grant) for one in being_written)
+            gate.set()
+            await clearing
+            assert engine.dirty_page_count == 0
+        assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in range(4)}
+
+
+async def test_a_flush_counts_a_page_once_that_was_postponed_and_then_waited_for() -> None:
+    with new_world() as world:
+        async with behind(world, 40, linger_ms=PATIENT_MS, batch_pages=100) as (running, _, gate, dirty):
+            assert dirty < 39
+            gate.set()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await running.engine.pages.make_durable(page_key(39)) is None
+                assert await running.engine.flush(TENANT, b"") == (39, 0)
+
+
+async def test_a_flush_of_what_was_postponed_leaves_room_for_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        async with behind(world, 60, linger_ms=PATIENT_MS, batch_pages=100) as (running, _, gate, dirty):
+            gate.set()
+            most_bytes, put = list[int](), world.memory.put_batch
+
+            def watched(*arguments: Any, **named: Any) -> Any:
+                most_bytes.append(running.engine.gauges().arena_dirty_bytes)
+                return put(*arguments, **named)
+
+            monkeypatch.setattr(world.memory, "put_batch", watched)
+            async with asyncio.timeout(PATIENCE_S):
+                assert await running.engine.flush(TENANT, b"") == (60, 0)
+            assert max(most_bytes) <= dirty * SLOT_BYTES
+
+
+async def test_a_flush_writes_a_page_that_a_peer_brought_first_while_the_disk_was_behind() -> None:
+    with new_world() as world:
+        world.peers = ScriptedPeers(lambda _, item: give(item))
+        async with behind(world, 30, linger_ms=PATIENT_MS, batch_pages=100) as (running, peer, gate, dirty):
+            assert dirty < 30
+            (grant,) = await running.engine.pages.reserve(peer, [reserve_item(100)])
+            assert isinstance(grant, Grant)
+            fill_page(running.engine.pages.view(grant), page_key(100))
+            (pulled,) = await acquire(running, peer, [wanted(100, remote_source(1))])
+            assert pulled.grant is not None
+            assert await running.engine.pages.commit(peer, [grant.lease_id]) == [None]
+            gate.set()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await running.engine.flush(TENANT, b"") == (31, 0)
+            assert page_key(100) in {found.key for found in stored_pages(world.memory)}
 
 
 async def test_a_caller_that_waits_for_the_disk_gets_it_while_it_is_behind() -> None:

@@ -44,8 +44,11 @@ class _Answers:
     def __init__(self) -> None:
         self._answers: OrderedDict[tuple[bytes, bytes, bytes], _Answer] = OrderedDict()
 
-    def put(self, session: EngineSession, answer: _Answer) -> None:
-        """Remember it in place of an older one for a chain with the same first chunk."""
+    def put(self, session: EngineSession, answer: _Answer, now_s: float) -> None:
+        """Remember it in place of an older one for a chain with the same first chunk; forget what has expired, which
+        may have many megabytes."""
+        while self._answers and next(iter(self._answers.values())).until_s <= now_s:
+            self._answers.popitem(last=False)
         key = self._key(session, answer.chunk_hashes)
         self._answers[key] = answer
         self._answers.move_to_end(key)
@@ -155,8 +158,8 @@ class HostCaches:
         if unmapped:
             await asyncio.wait([self._map(session, source) for source in unmapped], timeout=FIND_TIMEOUT_S)
             held = [one for one in held if self._pulls.is_mapped(session, one.source)]
-        until_s = asyncio.get_running_loop().time() + REMEMBER_S
-        self._answers.put(session, _Answer(chunk_hashes, held, until_s))
+        now_s = asyncio.get_running_loop().time()
+        self._answers.put(session, _Answer(chunk_hashes, held, now_s + REMEMBER_S), now_s)
         return held
 
     def _map(self, session: EngineSession, source: SourceName) -> asyncio.Future[None]:

@@ -96,10 +96,13 @@ class PeerCacheTable:
         self._opening: dict[_Wanted, asyncio.Future[PeerCacheLease]] = {}
         self._open_leases: dict[_Wanted, PeerCacheLease] = {}  # the longest unused first
         self._watchers: set[asyncio.Future[None]] = set()
+        self._closed = False
 
     async def get(self, name: SourceName, rank: Rank) -> PeerCacheLease:
         """Return a session's cache, leased now or before. rank: of the session that wants it. Raises as
-        PeerAgents.lease; InvalidRequest for a layout that does not fit the keyspace."""
+        PeerAgents.lease; InvalidRequest for a layout that does not fit the keyspace; Stopped once it is closed."""
+        if self._closed:  # a match that had asked other agents before
+            raise Stopped("this agent is shutting down")
         wanted = (name, rank.keyspace)  # a request in another keyspace is refused, which must not affect the others
         lease = self._open_leases.pop(wanted, None)
         # One that has ended stays here until its watcher has run: a pull could not use it any more.
@@ -118,7 +121,8 @@ class PeerCacheTable:
         return lease is not None and not lease.loan.ended.is_set()
 
     async def close(self) -> None:
-        """Give all back; no pull runs any more."""
+        """Give all back and take no more; no pull runs any more."""
+        self._closed = True
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
         for lease in list(self._open_leases.values()):
             lease.loan.ended.set()

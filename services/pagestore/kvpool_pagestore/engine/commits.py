@@ -130,7 +130,7 @@ class Commits:
         late = dirty and not waits and plan.stays_in_staging and self._table.is_disk_behind
         dirty = dirty and not late
         if not self._table.finish_commit(slot, verified=error is None, dirty=dirty, sealed=sealed):
-            return error if error is not None else self._other_copy(record, dirty, waits)
+            return error if error is not None else self._other_copy(record, dirty, waits, late)
         visible.append(record)
         if late and self._write_back is not None:
             self._write_back.postpone(slot)
@@ -139,7 +139,7 @@ class Commits:
             return page if waits else None
         return _no_disk(record) if waits else None
 
-    def _other_copy(self, record: PageRecord, dirty: bool, waits: bool) -> Committed:
+    def _other_copy(self, record: PageRecord, dirty: bool, waits: bool, late: bool) -> Committed:
         """The same page came from a peer while it was written: that copy stays, and takes the place of this one."""
         slot = self._table.find(record.key)
         assert slot is not None  # it is what stood in the way
@@ -147,6 +147,9 @@ class Commits:
         if metadata != slot.page.metadata:
             self._table.set_metadata(slot, metadata)
             self._events.publish(PagesArrived((slot.page,)))
+        if late and self._write_back is not None:
+            self._write_back.postpone(slot)
+            return None
         if not dirty or self._write_back is None:
             return _no_disk(record) if waits else None
         if self._disk is not None and record.key in self._disk:

@@ -250,7 +250,7 @@ class PageStoreEngine:
         Raises StoreFault after some passes of which none made a page durable.
         """
         failed_passes = 0
-        while self.dirty_page_count:
+        while self.dirty_page_count or (self._write_back is not None and self._write_back.has_postponed):
             durable_count, _ = await self._local.flush()
             failed_passes = 0 if durable_count else failed_passes + 1
             if failed_passes >= _STOP_PASSES_MAX:

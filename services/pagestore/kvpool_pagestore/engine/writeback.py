@@ -23,6 +23,9 @@ from kvpool_pagestore.ports import PageWrite
 _log = logging.getLogger(__name__)
 
 _FAILURES_LOGGED_EVERY_S = 10.0  # a full disk fails at every page that is stored: the log must not fill it too
+_POSTPONED_A_TURN = 256  # of the event loop: a page takes some 10 us
+_WRITERS_PAUSE_S = 1.0
+_FLUSHED_AT_LEAST = 16  # postponed pages, each time
 
 
 class WriteBack:
@@ -73,9 +76,15 @@ class WriteBack:
         """Pages that are to become durable."""
         return sum(1 for page in self._queue.pending if page.wanted)
 
+    @property
+    def has_postponed(self) -> bool:
+        """Whether there are pages to be written once the disk has caught up. Looks at all that there were."""
+        return any(self._is_postponed(slot, stay) for slot, stay in self._postponed.items())
+
     def enqueue(self, slot: Slot, *, urgent: bool = False) -> DirtyPage:
         """A dirty page is to become durable. urgent: a caller waits for that. Call `start_due` after the last one."""
         now_s = self._clock.monotonic_s()
+        self._postponed.pop(slot, None)  # it waits in one place only: a flush counts it once
         page = self._queue.add(slot, now_s)
         if urgent:
             self._queue.urge([page], now_s)
@@ -83,7 +92,9 @@ class WriteBack:
         return page
 
     def postpone(self, slot: Slot) -> None:
-        """A clean page is to become durable once the disk has caught up, if it is still here then."""
+        """A page is to become durable once the disk has caught up, if it is still here then, and not sooner anyway."""
+        if self._queue.find(slot) is not None or slot.page.key in self._disk:
+            return
         self._postponed.pop(slot, None)
         self._postponed[slot] = slot.stay
         self._metrics.postponed_pages.inc()
@@ -175,9 +186,7 @@ class WriteBack:
             self._timer = None
         if self._stopped:
             return
-        while self._postponed and not self._table.is_half_dirty:
-            slot, stay = self._postponed.popitem(last=False)
-            self._take_postponed(slot, stay)
+        pause_s = self._start_postponed()
         now_s = self._clock.monotonic_s()
         in_budget = not self._table.is_half_dirty
         while batch := self._queue.next_batch(now_s, in_budget=in_budget):
@@ -185,19 +194,36 @@ class WriteBack:
                 self._table.pin(page.slot)
             self._tasks.start(self._write(batch), "write-back")
         due_s = self._queue.next_due_s(now_s, in_budget=in_budget)
+        if pause_s is not None:
+            due_s = now_s + pause_s if due_s is None else min(due_s, now_s + pause_s)
         if due_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
 
+    def _start_postponed(self) -> float | None:
+        """Queue postponed pages while few are dirty; when to go on if no write that ends leads here."""
+        for _ in range(_POSTPONED_A_TURN):
+            if not self._postponed or self._table.is_half_dirty:
+                return None
+            slot, stay = next(iter(self._postponed.items()))
+            if self._take_postponed(slot, stay) is None and self._is_postponed(slot, stay):
+                return _WRITERS_PAUSE_S  # pages that are being written take the room
+            self._postponed.pop(slot, None)
+        return 0.0
+
     def _next_postponed(self, postponed: deque[tuple[Slot, int]], keyspaces: set[bytes]) -> tuple[list[DirtyPage], int]:
-        """Take as many pages of these keyspaces off the front as may be dirty at once; also how many are on disk."""
+        """Take as many pages of these keyspaces off the front as may be dirty at once, and some in any case: whatever
+        others have dirty or write, a flush goes on. Also how many are on disk."""
         taken: list[DirtyPage] = []
         written_count = 0
         while postponed:
             slot, stay = postponed[0]
             if slot.stay == stay and slot.record is not None and slot.page.key.keyspace in keyspaces:
-                page = self._take_postponed(slot, stay)
+                is_enough = len(taken) >= _FLUSHED_AT_LEAST and self._table.is_disk_behind
+                page = None if is_enough else self._take_postponed(slot, stay)
                 if page is None and self._is_postponed(slot, stay):
-                    break  # too much is on its way
+                    if len(taken) >= _FLUSHED_AT_LEAST:
+                        break
+                    page = self.enqueue(slot)  # clean, as pages are that are tried again after a failure
                 taken += [page] if page is not None else []
                 written_count += page is None and slot.page.key in self._disk
             postponed.popleft()
@@ -205,11 +231,13 @@ class WriteBack:
 
     def _take_postponed(self, slot: Slot, stay: int) -> DirtyPage | None:
         """Queue a postponed page, or find it queued; None if it is gone, durable, or too much is on its way."""
-        if slot.stay == stay and slot.dirty:
-            return self._queue.find(slot)
+        if slot.stay != stay or slot.record is None:
+            return None
+        waiting = self._queue.find(slot)  # one that failed is clean, and waits to be tried again
+        if waiting is not None:
+            return waiting
         if not self._is_postponed(slot, stay) or not self._table.make_dirty(slot):
             return None
-        self._postponed.pop(slot, None)
         return self.enqueue(slot)
 
     def _is_postponed(self, slot: Slot, stay: int) -> bool:

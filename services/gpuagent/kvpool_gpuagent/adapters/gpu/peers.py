@@ -52,10 +52,14 @@ class PeerMemory:
         self._open_at = open_at
         self._lock = threading.Lock()
         self._opened: dict[int, tuple[Sequence[int], Callable[[], None]]] = {}
+        self._unmapped = False
 
     def addresses(self, ordinal: int) -> Sequence[int]:
-        """Of each handle, for kernels of this GPU. Blocks while it maps; raises InvalidRequest, NotServed."""
+        """Of each handle, for kernels of this GPU. Blocks while it maps; raises InvalidRequest, NotServed; Stopped
+        once it is unmapped: its owner was told so, and a pull that has failed may still be prepared on a thread."""
         with self._lock:
+            if self._unmapped:
+                raise Stopped("the source's cache is not mapped any more")
             if ordinal not in self._opened:
                 self._opened[ordinal] = self._open_at(ordinal)
             return self._opened[ordinal][0]
@@ -63,6 +67,7 @@ class PeerMemory:
     def unmap(self) -> None:
         """Undo all mappings, also when some cannot be; no kernel uses them any more. Idempotent; may block shortly."""
         with self._lock, ExitStack() as undoing:
+            self._unmapped = True
             while self._opened:
                 _, (_, undo) = self._opened.popitem()
                 undoing.callback(undo)
