@@ -100,7 +100,7 @@ def test_tokens_after_a_load_are_those_of_plain_vllm(served: Served, cluster: Cl
 def test_other_kv_of_any_group_changes_tokens(served: Served, cluster: Cluster, how: str) -> None:
     prompts = [prompt(3 * CHUNK + 5, seed=seed) for seed in (2, 3)]
     expected = [served.alone.generate(one).tokens[0] for one in prompts]
-    agent, salt = agent_of(cluster), f"spoiled {how}"
+    agent, salt = agent_of(cluster), f"ways spoiled {how}"
     with served.engines.start(agent=agent, **ARGUMENTS) as engine:
         engine.generate(*prompts, salt=salt)
         loads_all(served, engine, prompts, expected, salt)
