@@ -257,7 +257,7 @@ def one(client: Client, rounds: int) -> dict[str, float]:
         loads.append(time.perf_counter() - stored_s)
         stores.append(stored_s - began_s)
         if number % 8 == 0:
-            time.sleep(0.005)
+            time.sleep(0.005)  # work that is done behind the answers has its turn
     return {
         "load p50 ms": round(statistics.median(loads) * 1e3, 3),
         "store p50 ms": round(statistics.median(stores) * 1e3, 3),
@@ -323,7 +323,7 @@ def main() -> int:
             results["one"] = one(client, 200)
             print("one", json.dumps(results["one"]), flush=True)
         if arguments.only in ("", "nothing"):
-            time.sleep(1.0)  # until the agent has heard that all is known that was stored
+            time.sleep(1.0)  # the index's replica in the agent hears of what was stored by then; no call says when
             results["nothing"] = nothing(rig, client, int(500 * arguments.seconds))
             print("nothing", json.dumps(results["nothing"]), flush=True)
         client.pool.close()

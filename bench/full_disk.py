@@ -199,7 +199,7 @@ def _sleep_and_measure(peer: Connection) -> None:
     longest_s = 0.0
     while True:
         begun_s = time.perf_counter()
-        time.sleep(0.005)
+        time.sleep(0.005)  # how much longer it takes is what is measured
         longest_s = max(longest_s, time.perf_counter() - begun_s - 0.005)
         if peer.poll():
             peer.recv()
@@ -254,7 +254,7 @@ class Run:
         self._noise.longest_s()
         begun_s, lost = time.time(), self._leases_lost()
         yield
-        time.sleep(_LAST_STALL_S)
+        time.sleep(_LAST_STALL_S)  # a stall is written down when it has ended
         ended_s = time.time()
         stalls = stalls_between(self._stalls, begun_s, ended_s)
         index_stalls = stalls_between(self._index_stalls, begun_s, ended_s)
@@ -422,7 +422,7 @@ def empty_bytes(index_endpoint: str, scratch: Path) -> int:
     """What a pagestore takes that has nothing."""
     flags = ["--disk-bytes", str(1 << 30)]
     with pagestore(scratch / "empty", flags, index_endpoint, scratch) as (process, _):
-        time.sleep(2.0)
+        time.sleep(2.0)  # its start has settled
         return resident_bytes(process)
 
 
@@ -477,7 +477,7 @@ def run(directory: Path, skipped: Sequence[str], result: Path | None) -> None:
         with bench.step("digests agree"):
             bench.wait_announced()
         with bench.step("idle for 5 s"):
-            time.sleep(5.0)
+            time.sleep(5.0)  # the step: what an idle process does
         document["bytes_a_chunk"] = round((bench.resident_bytes - empty) / bench.chunks.count)
         with bench.step("read real pages"):
             bench.read_real_pages()
@@ -494,7 +494,7 @@ def run(directory: Path, skipped: Sequence[str], result: Path | None) -> None:
         if "replication" not in skipped:
             with bench.step("replication sweep, for 30 s"):
                 asyncio.run(bench.change_policy(KeyspacePolicy(replication_factor=2)))
-                time.sleep(25.0)
+                time.sleep(25.0)  # the step: as much of a sweep as fits into this time
         if "drain" not in skipped:
             with bench.step("drain begin"):
                 asyncio.run(bench.begin_drain())

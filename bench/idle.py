@@ -37,7 +37,7 @@ def measure(state: ClusterState, seconds: float) -> list[tuple[str, str, float, 
     pids.append(("up", "up", state.supervisor_pid))
     before = {pid: cpu_s(pid) for _, _, pid in pids}
     started_s = time.monotonic()
-    time.sleep(seconds)
+    time.sleep(seconds)  # the time that is measured
     elapsed_s = time.monotonic() - started_s
     return [(name, role, resident_mib(pid), 100 * (cpu_s(pid) - before[pid]) / elapsed_s) for name, role, pid in pids]
 

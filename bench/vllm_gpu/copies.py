@@ -14,18 +14,15 @@ import numpy as np
 from bench.vllm_gpu.phases import Plan
 from bench.vllm_gpu.ranks import GPUS, need_gpus
 from bench.vllm_gpu.samples import Recorder
-from bench.vllm_gpu.transfers import SHAPES, Shape
+from bench.vllm_gpu.transfers import CHUNK_TOKENS, SHAPES, Shape
 from kvpool.client.block_generations import BlockGenerations
 from kvpool.client.config import ClientConfig
 from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.hashing import Prompt
 from kvpool.client.sync import Pool
-from kvpool.core.keyspace import Dtype, KeyspaceSpec
-from kvpool.core.partition import rank_part
 
 IN_FLIGHT = (4, 1)
 COPY_BYTES = 512 << 20
-_CHUNK_TOKENS = 128
 _TIMEOUT_S = 60.0
 _WINDOW_S = 1.0
 _ROUNDS = 3
@@ -106,25 +103,12 @@ class GpuCache:
 
     def __init__(self, agent: str, ordinal: int, shape: Shape, prompts: int, chunks: int) -> None:
         """agent: as the connector's setting."""
-        import torch
-
         from kvpool.connectors.vllm.agent_selector import AgentSelector, WorkerPlacement
-        from kvpool.connectors.vllm.cache_memory import cache_memory
         from kvpool.cuda.driver import Driver
-        from tests.fixtures.vllm_caches import CacheShape, allocate
 
-        spec = _spec(shape)
-        cache = CacheShape(
-            layout=shape.layout,
-            block_tokens=shape.block_tokens,
-            layers=shape.group.layers,
-            heads=shape.group.kv_heads,
-            row_elements=shape.row_elements,
-            block_count=prompts * chunks * _CHUNK_TOKENS // shape.block_tokens,
-        )
-        self._tensors = allocate(cache, torch.device("cuda", ordinal))
-        torch.cuda.synchronize(ordinal)
-        memory = cache_memory(self._tensors, spec, rank_part(shape.group), shape.block_tokens, cache.block_count)
+        spec = shape.spec("copies")
+        block_count = prompts * chunks * CHUNK_TOKENS // shape.block_tokens
+        self._tensors, memory = shape.allocate(spec, block_count, ordinal)
         self.generations = BlockGenerations(memory.layout)
         place = WorkerPlacement(number=ordinal, on_gpu=True, gpu=Driver.load().device_uuid(ordinal))
         self.registration = EngineRegistration(
@@ -142,16 +126,6 @@ class GpuCache:
         """Free it; no session uses it any more."""
         self._tensors.clear()
         self.generations.close()
-
-
-def _spec(shape: Shape) -> KeyspaceSpec:
-    return KeyspaceSpec(
-        model_id=f"copies {shape.name}",
-        model_revision="1",
-        groups=(shape.group,),
-        dtype=Dtype.BF16,
-        chunk_tokens=_CHUNK_TOKENS,
-    )
 
 
 class Memcpy:
@@ -186,15 +160,14 @@ def run_copies(plan: Plan, record: Recorder) -> None:
     memcpy = Memcpy()
     config = ClientConfig(load_timeout_s=_TIMEOUT_S, load_grace_s=_TIMEOUT_S)
     for shape in SHAPES:
-        chunk_bytes = _CHUNK_TOKENS * shape.group.layers * shape.group.kv_heads * shape.row_elements * 2
-        chunks = round(COPY_BYTES / chunk_bytes)
+        chunks = round(COPY_BYTES / shape.chunk_bytes)
         caches = [GpuCache(plan.options.agent, ordinal, shape, max(IN_FLIGHT), chunks) for ordinal in range(GPUS)]
         copies = Copies(caches[0].registration, caches[1].registration, max(IN_FLIGHT), chunks, config)
         for number in range(_ROUNDS):
             for in_flight in IN_FLIGHT:
                 case = {"key": in_flight, "run": number}
                 record.add("memcpy between GPUs", shape.name, memcpy.rate(in_flight, _WINDOW_S / 2), **case)
-                rate = copies.rate(in_flight, _WINDOW_S, chunks * chunk_bytes)
+                rate = copies.rate(in_flight, _WINDOW_S, chunks * shape.chunk_bytes)
                 record.add("peer pull", shape.name, rate, **case)
                 record.add("memcpy between GPUs", shape.name, memcpy.rate(in_flight, _WINDOW_S / 2), **case)
         copies.close()

@@ -26,10 +26,12 @@ from kvpool.core.partition import rank_part
 if TYPE_CHECKING:
     import torch
 
+    from kvpool.connectors.vllm.cache_memory import CacheMemory
+
 IN_FLIGHT = 4
 COPY_BYTES = 64 << 20
 _STORED = 16  # prompts that loads go round
-_CHUNK_TOKENS = 128
+CHUNK_TOKENS = 128
 _TIMEOUT_S = 60.0
 _WINDOW_S = 2.0
 _ROUNDS = 3
@@ -50,6 +52,42 @@ class Shape:
         """Of a token and head: K and V, or a latent."""
         return self.group.latent_dim or 2 * self.group.head_dim
 
+    @property
+    def chunk_bytes(self) -> int:
+        """KV of one chunk."""
+        return CHUNK_TOKENS * self.group.layers * self.group.kv_heads * self.row_elements * 2
+
+    def spec(self, user: str) -> KeyspaceSpec:
+        """A keyspace for one user of the shape."""
+        return KeyspaceSpec(
+            model_id=f"{user} {self.name}",
+            model_revision="1",
+            groups=(self.group,),
+            dtype=Dtype.BF16,
+            chunk_tokens=CHUNK_TOKENS,
+        )
+
+    def allocate(
+        self, spec: KeyspaceSpec, block_count: int, ordinal: int = 0
+    ) -> tuple[list[torch.Tensor], CacheMemory]:
+        """A cache of so many blocks on the GPU with this ordinal: its tensors, and how a rank registers them."""
+        import torch
+
+        from kvpool.connectors.vllm.cache_memory import cache_memory
+        from tests.fixtures.vllm_caches import CacheShape, allocate
+
+        cache = CacheShape(
+            layout=self.layout,
+            block_tokens=self.block_tokens,
+            layers=self.group.layers,
+            heads=self.group.kv_heads,
+            row_elements=self.row_elements,
+            block_count=block_count,
+        )
+        tensors = allocate(cache, torch.device("cuda", ordinal))
+        torch.cuda.synchronize(ordinal)
+        return tensors, cache_memory(tensors, spec, rank_part(self.group), self.block_tokens, block_count)
+
 
 # LBNHC is what vLLM takes by itself; BLHNC is what kvpool's connector asks for.
 SHAPES = (
@@ -64,36 +102,15 @@ class Transfers:
 
     def __init__(self, agent: str, shape: Shape) -> None:
         """Register with the agent and store what loads are of."""
-        import torch
-
-        from kvpool.connectors.vllm.cache_memory import cache_memory
-        from tests.fixtures.vllm_caches import CacheShape, allocate
-
-        spec = KeyspaceSpec(
-            model_id=f"transfers {shape.name}",
-            model_revision="1",
-            groups=(shape.group,),
-            dtype=Dtype.BF16,
-            chunk_tokens=_CHUNK_TOKENS,
-        )
-        self._tokens = shape.chunks * _CHUNK_TOKENS
+        spec = shape.spec("transfers")
+        self._tokens = shape.chunks * CHUNK_TOKENS
         blocks_each = self._tokens // shape.block_tokens
-        cache = CacheShape(
-            layout=shape.layout,
-            block_tokens=shape.block_tokens,
-            layers=shape.group.layers,
-            heads=shape.group.kv_heads,
-            row_elements=shape.row_elements,
-            block_count=blocks_each * 2 * IN_FLIGHT,
-        )
-        self._caches: list[torch.Tensor] = allocate(cache, torch.device("cuda:0"))
-        torch.cuda.synchronize()
-        part = rank_part(shape.group)
-        memory = cache_memory(self._caches, spec, part, shape.block_tokens, cache.block_count)
-        order = np.random.default_rng(5).permutation(cache.block_count).astype(np.int64)
+        block_count = blocks_each * 2 * IN_FLIGHT
+        self._caches, memory = shape.allocate(spec, block_count)
+        order = np.random.default_rng(5).permutation(block_count).astype(np.int64)
         self._blocks = order.reshape(2 * IN_FLIGHT, blocks_each)
         self._chunks = shape.chunks
-        self.size_bytes = self._tokens * shape.group.layers * shape.group.kv_heads * shape.row_elements * 2
+        self.size_bytes = shape.chunks * shape.chunk_bytes
         plan = EngineRegistration(
             endpoint=agent,
             engine_name="transfers",

@@ -235,7 +235,7 @@ def _every_field() -> Iterator[tuple[str, Message]]:
 
 
 def _set(message: Message, field: FieldDescriptor) -> None:
-    """Give a field a value that tells it from others."""
+    """Give a field a value that no other one has."""
     if field.message_type is not None:
         inner = getattr(message, field.name)
         inner.add() if field.is_repeated else inner.SetInParent()

@@ -79,7 +79,7 @@ def test_a_damaged_page_is_computed_again(served: tuple[GpuCluster, Generate], l
     assert cluster.damage(bytes.fromhex(cold["row"])) == 1
 
     def failed() -> dict[str, Any] | None:
-        """Once the page is announced as on disk: an engine that finds nothing computes, and stores nothing anew."""
+        """Once the page is announced as on disk: an engine that finds nothing computes, and stores nothing again."""
         found = generate(seed, "LBNHC", 16, layerwise=layerwise)
         return found if found["failed"] else None
 

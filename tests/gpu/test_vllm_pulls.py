@@ -89,6 +89,15 @@ class Pair:
             held = self.children["rank"].ask("holds", rank=rank, seed=seed, chunks=wanted, at=5)
             assert held["loaded"]
 
+    def share(self) -> int:
+        """Have the rank load chunks that the source has announced, both with vLLM's usual layout; their seed."""
+        for name in self.devices:
+            self.open(name, BLHNC)
+        seed = self.seed()
+        self.announce(seed)
+        self.loads(seed)
+        return seed
+
     def close(self) -> None:
         for name, child in self.children.items():
             child.kill()
@@ -139,11 +148,7 @@ def test_halves_of_the_heads_make_a_whole_and_the_other_way_round(pair: Pair) ->
 
 
 def test_what_was_given_away_is_not_loaded(pair: Pair) -> None:
-    pair.open("source", BLHNC)
-    pair.open("rank", BLHNC)
-    seed = pair.seed()
-    pair.announce(seed)
-    pair.loads(seed)
+    seed = pair.share()
     pair.children["source"].ask("give_away", rank="source", at=2, chunks=1)
     pair.loads(seed, loaded=2)
     pair.announce(seed)
@@ -171,11 +176,7 @@ def test_a_source_that_gives_blocks_away_all_the_time_is_never_copied_wrong(pair
 def test_a_source_engine_that_is_killed_and_started_again_costs_no_load_more_than_its_chunks(
     pair: Pair, attempt: int
 ) -> None:
-    pair.open("source", BLHNC)
-    pair.open("rank", BLHNC)
-    seed = pair.seed()
-    pair.announce(seed)
-    pair.loads(seed)
+    seed = pair.share()
     pair.children["source"].kill()
     ended = pair.load(seed)
     if ended["loaded"]:  # before its agent knew: memory that is mapped keeps its bytes
@@ -193,11 +194,7 @@ def test_a_source_engine_that_is_killed_and_started_again_costs_no_load_more_tha
 def test_an_agent_that_is_killed_and_started_again_on_its_socket_brings_no_wrong_byte(
     pair: Pair, name: str, attempt: int
 ) -> None:
-    pair.open("source", BLHNC)
-    pair.open("rank", BLHNC)
-    seed = pair.seed()
-    pair.announce(seed)
-    pair.loads(seed)
+    seed = pair.share()
     agent = pair.cluster.agents[pair.agent(name)]
     agent.kill()
     pair.load(seed)
@@ -209,11 +206,7 @@ def test_an_agent_that_is_killed_and_started_again_on_its_socket_brings_no_wrong
 
 
 def test_an_agent_that_hangs_delays_a_match_for_a_moment_only(pair: Pair) -> None:
-    pair.open("source", BLHNC)
-    pair.open("rank", BLHNC)
-    seed, pid = pair.seed(), pair.cluster.agents[pair.agent("source")].pid
-    pair.announce(seed)
-    pair.loads(seed)
+    seed, pid = pair.share(), pair.cluster.agents[pair.agent("source")].pid
     os.kill(pid, signal.SIGSTOP)
     try:
         assert pair.load(seed)["loaded"] == 0

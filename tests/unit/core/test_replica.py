@@ -380,7 +380,7 @@ def test_what_comes_while_groups_are_listed_is_not_absent() -> None:
         assert not any(replica.table.is_absent(ask(each), 0.0) for each in (late, own, misled, own[:512], own[256:]))
         assert listing is not None
         replica.table.finish_listing(listing)
-    assert replica.table.is_absent(ask(early), 0.0), "it was listed anew, and is gone"
+    assert replica.table.is_absent(ask(early), 0.0), "it was listed again, and is gone"
 
 
 def test_nothing_is_absent_from_a_keyspace_that_was_opened_after_the_listing() -> None:

@@ -334,7 +334,7 @@ class IndexServiceServicer(object):
     def ListChainGroups(self, request, context):
         """The chain groups of a keyspace in which any chunk is stored, of nodes that are alive and of others: for receivers that
         want to know what is stored nowhere. A group that gets its first chunk after the call began may be missing: its event
-        says so to whoever watched before. One may come twice.
+        says so to those that watched before. One may come twice.
 
         Errors:
         - INVALID_ARGUMENT: a malformed keyspace id.

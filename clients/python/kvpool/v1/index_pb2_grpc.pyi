@@ -155,7 +155,7 @@ class IndexServiceStub:
     ListChainGroups: _grpc.UnaryStreamMultiCallable[_index_pb2.ListChainGroupsRequest, _index_pb2.ListChainGroupsResponse]
     """The chain groups of a keyspace in which any chunk is stored, of nodes that are alive and of others: for receivers that
     want to know what is stored nowhere. A group that gets its first chunk after the call began may be missing: its event
-    says so to whoever watched before. One may come twice.
+    says so to those that watched before. One may come twice.
 
     Errors:
     - INVALID_ARGUMENT: a malformed keyspace id.
@@ -326,7 +326,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     ListChainGroups: _aio.UnaryStreamMultiCallable[_index_pb2.ListChainGroupsRequest, _index_pb2.ListChainGroupsResponse]  # type: ignore[assignment]
     """The chain groups of a keyspace in which any chunk is stored, of nodes that are alive and of others: for receivers that
     want to know what is stored nowhere. A group that gets its first chunk after the call began may be missing: its event
-    says so to whoever watched before. One may come twice.
+    says so to those that watched before. One may come twice.
 
     Errors:
     - INVALID_ARGUMENT: a malformed keyspace id.
@@ -590,7 +590,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_index_pb2.ListChainGroupsResponse], _abc.AsyncIterator[_index_pb2.ListChainGroupsResponse]]:
         """The chain groups of a keyspace in which any chunk is stored, of nodes that are alive and of others: for receivers that
         want to know what is stored nowhere. A group that gets its first chunk after the call began may be missing: its event
-        says so to whoever watched before. One may come twice.
+        says so to those that watched before. One may come twice.
 
         Errors:
         - INVALID_ARGUMENT: a malformed keyspace id.

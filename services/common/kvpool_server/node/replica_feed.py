@@ -32,7 +32,7 @@ class ReplicaConfig:
     max_lag_s: float = 3.0  # nothing in it is used when the index has not confirmed it for so long
     # What was stored longer ago is never called absent. Confirmations come once a second, and take a moment.
     max_absence_lag_s: float = 1.5
-    list_every_s: float = 300.0  # what is stored is listed anew, because groups go
+    list_every_s: float = 300.0  # what is stored is listed again, because groups go
 
     def __post_init__(self) -> None:
         for name in ("capacity_bytes", "max_lag_s", "max_absence_lag_s", "list_every_s"):

@@ -149,7 +149,7 @@ class HostCaches:
     async def _ask(self, session: EngineSession, chunk_hashes: bytes) -> list[HeldChunks]:
         """What caches of other agents' sessions hold that are mapped here. Never raises.
 
-        Others are mapped meanwhile: the first time between two GPUs that takes seconds, for which nobody waits.
+        Others are mapped in the background: no match waits for that, which takes seconds the first time.
         """
         if self._agents is None:
             return []

@@ -58,7 +58,7 @@ class WriteBack:
         self._log_failures_at_s = float("-inf")
         self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
         # Pages to be written once the disk has caught up, with their stay, in the order of their commits. They are
-        # clean until then, so that they can be evicted: what is no longer wanted is noticed when its turn comes.
+        # clean until then, so that they can be evicted: what is not wanted any more is skipped when its turn comes.
         self._postponed: OrderedDict[Slot, int] = OrderedDict()
 
     @property
@@ -126,7 +126,8 @@ class WriteBack:
         return [_verdict(page) for page in pages]
 
     async def flush(self, keyspaces: set[bytes]) -> tuple[int, int]:
-        """Wait until the pages of these keyspaces that are dirty now are durable: how many are, how many failed.
+        """Wait until the pages of these keyspaces that are dirty or postponed now are durable, those that are evicted
+        before their turn left out: how many are, how many failed.
 
         Raises StoreFault if the disk tier is out of service.
         """

@@ -73,7 +73,7 @@ def required_kv_cache_layout(settings: VllmSettings, vllm_config: Any, outer: An
 
 
 class StepStart:
-    """Tells whether the connector has been notified of every step that may have written to KV blocks.
+    """Whether the connector has been notified of every step that may have written to KV blocks.
 
     Model runner V2 zeroes the new blocks of a step, and copies into them, before it calls `handle_preemptions`: a block
     that was read in between may hold another request's data. The stack of the thread that executes the model shows
@@ -85,7 +85,7 @@ class StepStart:
         self._thread = 0  # that executes the model
         self._steps = 0
         self._under_way = False
-        self._recognized = True  # whether a step can be told from the stack of its thread
+        self._recognized = True  # whether the stack of its thread shows a step
 
     def step_begins(self) -> None:
         """Called by `handle_preemptions`, on its thread, after what the step writes to has been noted."""

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvpool.client.engine_items import EngineSource
+from kvpool.connectors.vllm.releases import cache_hit_sources
 from kvpool.connectors.vllm.step_jobs import LoadReport, PoolEvent, StepJobs, StoreReport
 
 
@@ -76,13 +77,13 @@ class PoolStats(KVConnectorStats):  # type: ignore[misc]
 
 def hit_sources(tokens: Mapping[EngineSource, int]) -> dict[Any, int]:
     """Return token counts by vLLM's cache hit sources."""
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # a vLLM before 0.32 has none, and asks for none
-
+    source = cache_hit_sources()
+    assert source is not None  # only a vLLM that has them asks
     named = {
-        EngineSource.STAGING: CacheHitSource.HOST,
-        EngineSource.DISK: CacheHitSource.DISK,
-        EngineSource.REMOTE: CacheHitSource.P2P,
-        EngineSource.GPU: CacheHitSource.P2P,
+        EngineSource.STAGING: source.HOST,
+        EngineSource.DISK: source.DISK,
+        EngineSource.REMOTE: source.P2P,
+        EngineSource.GPU: source.P2P,
     }
     return {named[source]: count for source, count in tokens.items()}
 

@@ -26,7 +26,8 @@ class UnconfirmedLoads:
     """Unconfirmed requests of one scheduler.
 
     vLLM counts tokens as computed from the moment on in which a connector begins to load them: of asynchronous loads,
-    after which it admits the request again, and of those in a step itself. No child is told of the loads of others.
+    after which it admits the request again, and of those in a step itself. It does not notify a child of the loads of
+    others.
     """
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ class PeerMemory:
 
     def addresses(self, ordinal: int) -> Sequence[int]:
         """Of each handle, for kernels of this GPU. Blocks while it maps; raises InvalidRequest, NotServed; Stopped
-        once it is unmapped: its owner was told so, and a pull that has failed may still be prepared on a thread."""
+        once it is unmapped: its owner was notified, and a pull that has failed may still be prepared on a thread."""
         with self._lock:
             if self._unmapped:
                 raise Stopped("the source's cache is not mapped any more")
