@@ -54,11 +54,11 @@ class Distribution:
     def percentile(self, percent: float) -> float:
         """The smallest value that at least `percent` of all do not exceed (nearest rank); 0 where there is nothing."""
         rank = max(1, math.ceil(self.count * percent / 100))
+        if rank >= self.count:
+            return self.maximum  # the last value is known exactly
         seen = 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
-            if seen >= self.count:
-                break  # the last value is known exactly
             if seen >= rank:
                 return min(max(_middle(bucket), self.minimum), self.maximum)
         return self.maximum
