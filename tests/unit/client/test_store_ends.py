@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,24 @@ async def stored(pool: AsyncStorePages) -> None:
         payload[:] = bytes([position + 1]) * payload.nbytes
 
     assert await pool.put(SPACE, CHAIN, fill) == [True] * len(CHAIN)
+
+
+async def test_memory_is_mapped_before_the_first_call_and_no_more_once_it_is_closed() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:")
+
+    with new_world() as world:
+        async with served(world) as store:
+            store.running.engine.preparation.start()
+            await eventually(lambda: not store.running.engine.preparation.goes_on, WAIT_S)
+            own = mapped()  # of the pagestore, which is in this process
+            assert own
+            async with pool_of(store) as pool:
+                pool.prepare()
+                await eventually(lambda: mapped() >= 2 * own, WAIT_S)
+                await stored(pool)
+                assert mapped() == 2 * own
+            await eventually(lambda: mapped() == own, WAIT_S)
 
 
 @pytest.mark.parametrize("kind", ["get", "put"])

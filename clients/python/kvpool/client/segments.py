@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from kvpool.client.fds import FetchedFd, fetch_fd
+from kvpool.client.host_memory import fill_page_tables
 from kvpool.core.chunks import Int64s
 from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import InvalidRequest, LeaseLost, ServiceUnavailable
@@ -188,6 +189,13 @@ class SegmentMap:
             gc.collect()  # views that only a reference cycle keeps
         self._lingering = [mapping for mapping in self._lingering if mapping() is not None]
         return not self._lingering
+
+
+def fill_segment(segment: MappedSegment) -> Callable[[], None]:
+    """A MapHook that fills in the page tables: on the first copy each 4 KiB would cost as much as its copying does."""
+    if isinstance(segment.view.obj, mmap.mmap):
+        fill_page_tables(segment.view.obj)
+    return lambda: None
 
 
 def _check_size(segment_id: int, fetched: FetchedFd) -> None:

@@ -47,6 +47,9 @@ class StreamTransport:
         self.buffered_bytes_max = 0  # at once, so far
         self.connected = True  # whether the last stream was answered
 
+    def prepare(self) -> None:
+        """There is nothing to map."""
+
     @contextlib.asynccontextmanager
     async def use(self, space: OpenedShards) -> AsyncGenerator[StreamWindows]:
         """Windows of a keyspace, for as long as the block lasts."""

@@ -30,6 +30,14 @@ class StorePages:
 
         self._pool = self._loop.run(make)
 
+    def prepare(self) -> None:
+        """See AsyncStorePages."""
+
+        async def prepare() -> None:
+            self._pool.prepare()
+
+        self._loop.run(prepare)
+
     def open(self, space: KeyspaceShards) -> OpenedShards | None:
         """None when the index cannot be asked now. raises: what the configuration must change."""
         try:

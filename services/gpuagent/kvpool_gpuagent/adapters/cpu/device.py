@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvpool.client.host_memory import empty_page_tables, fill_page_tables
+from kvpool.client.segments import fill_segment
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.core.grid import ShardGrid, shards_in
@@ -228,10 +229,8 @@ class CpuDevice:
         raise _no_peers()
 
     def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
-        """Fill the page tables now: on the first copy each 4 KiB would cost more than its copying."""
-        if isinstance(segment.view.obj, mmap.mmap):
-            fill_page_tables(segment.view.obj)
-        return lambda: None
+        """See ports.Device.register_segment."""
+        return fill_segment(segment)
 
     def measure_link(self) -> Mapping[str, float]:
         """See ports.Device.measure_link."""
