@@ -340,6 +340,8 @@ class CallTrace:
             self._wrap(connector, name)
         if hasattr(worker, "take_arrived"):
             self._wrap(worker, "take_arrived")
+        for name in ("match", "start_load"):  # on kvpool's event loop
+            self._wrap_call(name)
         if torch.cuda.is_available():
             threading.Thread(target=self._await_steps, daemon=True).start()
 
@@ -364,6 +366,20 @@ class CallTrace:
 
         setattr(connector, name, call)
 
+    def _wrap_call(self, name: str) -> None:
+        from kvpool.client.pool import AsyncPool
+
+        method = getattr(AsyncPool, name)
+
+        @functools.wraps(method)
+        async def call(*arguments: Any, **more: Any) -> Any:
+            self._calls.append((time.perf_counter(), f"{name} begun", "", 0.0))
+            answer = await method(*arguments, **more)
+            self._calls.append((time.perf_counter(), f"{name} answered", "", 0.0))
+            return answer
+
+        setattr(AsyncPool, name, call)
+
     def _note(self, name: str, began_s: float, instance: Any, arguments: tuple[Any, ...], answer: Any) -> None:
         now_s = time.perf_counter()
         if name in ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"):
@@ -374,6 +390,7 @@ class CallTrace:
                 if len(arguments) == 3
                 else 0.0
             )
+            self._calls.append((began_s, f"{name} begun", arguments[0].request_id, 0.0))
             self._calls.append((now_s, name, arguments[0].request_id, said))
         elif name == "get_finished":
             for request_id in (answer[1] or ()) if answer else ():
