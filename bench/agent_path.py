@@ -1,11 +1,12 @@
-"""What do loads and stores cost between an engine and its agent and pagestore, where copying costs nothing?
+"""What do loads and stores cost between an engine and its agent and pagestore, beside what a GPU's link takes?
 
 A real index, pagestore and agent, each a process; pages of 8 KiB that have the count, and windows the number, of the 8B
-Llama shape's pages of 8 MiB; the agent moves them by its GPU code on a runtime that copies nothing. So what is measured
-is messages, ledgers and hand-overs alone.
+Llama shape's pages of 8 MiB; the agent moves them by its GPU code on a runtime that copies nothing, but takes the time
+of a link of 55 GB/s each way and lets go of the interpreter's lock where CUDA does. So what is measured is messages,
+ledgers, hand-overs, and the agent's threads beside each other.
 
 store, load, both: transfers of 4 chunks (8 pages), four in flight each way. Their rate, median time, and the
-    processor time of each in client, agent and pagestore: a GPU's link takes 1.2 ms for each.
+    processor time of each in client, agent and pagestore: the link takes 1.2 ms for each, so 820 a second are its most.
 bursts: 4 prompts of 64 chunks ordered at once, until all of them are stored.
 one: a single chunk, until the caller knows of its end.
 nothing: matches of new prompts of 32 chunks, of which nothing is stored, one at a time. --redis: the index keeps its
@@ -17,6 +18,7 @@ Run: python -m bench.agent_path [--seconds 2] [--only CASE] [--redis] [--json FI
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -55,6 +57,8 @@ SPEC = KeyspaceSpec(
 BLOCK_TOKENS, BLOCKS_PER_CHUNK = 2, 8
 IN_FLIGHT, CHUNKS, PROMPT_CHUNKS, STORED, UNKNOWN_CHUNKS = 4, 4, 64, 16, 32
 TIMEOUT_S = 30.0
+_LINK_BYTES_PER_S = 55e9
+_ENQUEUE_US = 100  # what the driver takes for 128 copies
 
 
 def serve(module: str) -> int:
@@ -81,16 +85,39 @@ def _device() -> type:
     from kvpool_gpuagent.adapters.cpu.device import CpuDevice
     from kvpool_gpuagent.adapters.gpu.cache import GpuCache, TransferEngine
 
-    class Nothing:
-        """Runtime, stream and mark."""
+    libc = ctypes.CDLL(None)  # each call lets go of the interpreter's lock, as CUDA's do
 
-        name, address = "nothing", 1
+    class Copied:
+        """Mark."""
 
-        def stream(self, *, urgent: bool) -> Nothing:
-            return self
+        def __init__(self, ends_s: float) -> None:
+            self._ends_s = ends_s
+            libc.getppid()
 
-        def mark(self) -> Nothing:
-            return self
+        def wait(self) -> None:
+            time.sleep(max(0.0, self._ends_s - time.perf_counter()))
+
+        def passed(self) -> bool:
+            return time.perf_counter() >= self._ends_s
+
+    class Link:
+        """Runtime of copies that only take their time, and a stream of it: one copy after the other."""
+
+        name, address = "link", 1
+
+        def __init__(self) -> None:
+            self._ends_s = 0.0
+
+        def stream(self, *, urgent: bool) -> Link:
+            return Link()
+
+        def mark(self) -> Copied:
+            return Copied(self._ends_s)
+
+        def copy_runs(self, destinations: Any, sources: Any, sizes_bytes: Any, stream: Link) -> None:
+            libc.usleep(_ENQUEUE_US)
+            took_s = int(sizes_bytes.sum()) * SCALE / _LINK_BYTES_PER_S
+            stream._ends_s = max(stream._ends_s, time.perf_counter()) + took_s
 
         def __getattr__(self, name: str) -> Callable[..., bool]:
             return lambda *arguments, **named: True
@@ -98,7 +125,7 @@ def _device() -> type:
     class Device(CpuDevice):
         async def map_cache(self, spec: Any, grid: Any, layout: Any, handles: Any, events: Any) -> Any:
             cpu = await super().map_cache(spec, grid, layout, handles, events)
-            engine = TransferEngine(Nothing(), scratch_bytes=1 << 20)  # type: ignore[arg-type]
+            engine = TransferEngine(Link(), scratch_bytes=1 << 20)  # type: ignore[arg-type]
             addresses = [memory.ctypes.data for memory in cpu._memory]  # type: ignore[attr-defined]
             own = list(shards_in(grid.bitmap_for(layout.layer_range, layout.head_range)))
             store, load = engine.directions(PlaneTable.of(spec, grid, layout, addresses), own)

@@ -32,7 +32,7 @@ def a_plan() -> EngineRegistration:
     )
 
 
-@pytest.mark.parametrize(("before_s", "after_s"), [(0.005, 0.0005), (0.0001, 0.0001)])
+@pytest.mark.parametrize(("before_s", "after_s"), [(0.005, 0.00005), (0.00002, 0.00002)])
 def test_the_pools_thread_need_not_wait_long_for_the_engines(before_s: float, after_s: float) -> None:
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(before_s)
