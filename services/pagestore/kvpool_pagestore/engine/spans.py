@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +40,7 @@ class _Answered:
     exists: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
     failed: list[tuple[int, KvPoolError | None]] = field(default_factory=list)
+    changed: list[PageKey] = field(default_factory=list)  # of those that exist: see RetentionManager.keep
 
     def answer(self) -> SpanAnswer:
         granted = NO_GRANTS
@@ -77,27 +78,28 @@ class SpanCalls:
         self._pages = pages
         self._events = context.events
         self._metrics = context.metrics
+        # Looked up once: the labels of a metric take as long to find as a page.
+        self._reserve_time = context.metrics.request_duration.labels("reserve")
+        self._reserved, self._existing, self._pending, self._rejected = (
+            context.metrics.reserved_pages.labels(label) for label in ("RESERVED", "EXISTS", "PENDING", "REJECTED")
+        )
 
     async def reserve(self, peer: PeerSession, span: PageSpan) -> SpanAnswer:
         """Write leases. Raises KeyspaceUnknown, InvalidRequest for a shard that does not exist, SessionUnknown if the
         session ends meanwhile."""
         keyspace = _checked(peer, span)
-        changed: list[PageKey] = []
-        with self._metrics.request_duration.labels("reserve").time():
-            answered = await self._reserve(peer, keyspace, span, changed)
+        with self._reserve_time.time():
+            answered = await self._reserve(peer, keyspace, span)
             try:
-                await self._retention.keep(changed)  # one sync for all of them
+                await self._retention.keep(answered.changed)  # one sync for all of them
             except KvPoolError as error:
-                keys, unsaid = span.page_keys, set(changed)
+                keys, unsaid = span.page_keys, set(answered.changed)
                 answered.failed += [(page, error) for page in answered.exists if keys[page] in unsaid]
                 answered.exists = [page for page in answered.exists if keys[page] not in unsaid]
-        for label, part in (
-            ("RESERVED", answered.pages),
-            ("EXISTS", answered.exists),
-            ("PENDING", answered.pending),
-            ("REJECTED", answered.failed),
-        ):
-            self._metrics.reserved_pages.labels(label).inc(len(part))
+        self._reserved.inc(len(answered.pages))
+        self._existing.inc(len(answered.exists))
+        self._pending.inc(len(answered.pending))
+        self._rejected.inc(len(answered.failed))
         reach("pagestore.reserve.granted")
         return answered.answer()
 
@@ -134,29 +136,25 @@ class SpanCalls:
 
     # Inside
 
-    async def _reserve(
-        self, peer: PeerSession, keyspace: Keyspace, span: PageSpan, changed: list[PageKey]
-    ) -> _Answered:
+    async def _reserve(self, peer: PeerSession, keyspace: Keyspace, span: PageSpan) -> _Answered:
         keys, answered = span.page_keys, _Answered()
         self._pages.drop_expired(keys)
         metadata = self._retention.prepared_all(span.keyspace, span.metadata)
         size_bytes = {shard: keyspace.page_bytes(shard) for shard in set(span.shards.tolist())}
-        slot_bytes = {shard: slot_bytes_for(size) for shard, size in size_bytes.items()}
         records = [
             PageRecord(key, size_bytes[key.shard], metadata[position])
             for key, position in zip(keys, span.positions.tolist(), strict=True)
         ]
         peer.check_live()
         self._space.look_for_growth()
-        page = 0
-        while page < len(records):
-            with self._events.merged():
-                page = self._reserve_ready(peer, records, page, slot_bytes, answered, changed)
-            if page < len(records):
-                answer = await self._find(peer, keyspace, records[page])
-                self._note(peer, page, records[page], answer, answered, changed)
-                page += 1
-        for each in set(slot_bytes.values()):
+        slot_sizes = {slot_bytes_for(size) for size in size_bytes.values()}
+        together = max(slot_sizes) if len(slot_sizes) == 1 and len(set(keys)) == len(keys) else 0
+        pages: Sequence[int] = range(len(records))
+        while pages := self._reserve_ready(peer, records, pages, together, answered):
+            page, pages = pages[0], pages[1:]
+            answer = await self._find(peer, keyspace, records[page])
+            self._note(page, records[page], answer, peer.session.last_lease_id, answered)
+        for each in slot_sizes:
             self._space.grow_ahead(keyspace.tenant, each)
         return answered
 
@@ -164,41 +162,59 @@ class SpanCalls:
         self,
         peer: PeerSession,
         records: Sequence[PageRecord],
-        first: int,
-        slot_bytes: Mapping[int, int],
+        pages: Sequence[int],
+        slot_bytes: int,
         answered: _Answered,
-        changed: list[PageKey],
-    ) -> int:
-        """Reserve pages from the first one on; return the first for which room must be made, or their number."""
-        for page in range(first, len(records)):
+    ) -> Sequence[int]:
+        """Reserve some of the pages; return the rest, which begins with one for which room must be made.
+
+        slot_bytes: of all pages, if they are different ones with slots of one size; else 0.
+        """
+        absent: list[int] = []
+        for page in pages:
+            if self._is_on_disk(records[page].key):
+                self._note(page, records[page], Admission.EXISTS, 0, answered)
+            else:
+                absent.append(page)
+        session, answers = peer.session, None
+        if slot_bytes:
+            lease_id = session.last_lease_id
+            answers = self._table.reserve_all(session, [records[page] for page in absent], slot_bytes)
+        if answers is not None:
+            left: list[int] = []
+            for page, found in zip(absent, answers, strict=True):
+                if found is None:
+                    left.append(page)
+                    continue
+                lease_id += isinstance(found, Slot)
+                self._note(page, records[page], found, lease_id, answered)
+            return left
+        for at, page in enumerate(absent):
             record = records[page]
-            if self._is_on_disk(record.key):
-                self._note(peer, page, record, Admission.EXISTS, answered, changed)
-                continue
-            answer = self._table.reserve_slot(peer.session, record, slot_bytes[record.key.shard])
+            answer = self._table.reserve_slot(session, record, slot_bytes_for(record.page_bytes))
             if isinstance(answer, SpaceNeed):
-                return page
-            self._note(peer, page, record, answer, answered, changed)
-        return len(records)
+                return absent[at:]
+            self._note(page, record, answer, session.last_lease_id, answered)
+        return ()
 
     def _note(
         self,
-        peer: PeerSession,
         page: int,
         record: PageRecord,
         answer: Slot | Admission | KvPoolError,
+        lease_id: int,
         answered: _Answered,
-        changed: list[PageKey],
     ) -> None:
-        """What a page got. It was granted just now, if it was."""
+        """What a page got. lease_id: on its slot, if it got one."""
         if isinstance(answer, Slot):
             answered.pages.append(page)
-            answered.lease_ids.append(peer.session.last_lease_id)
+            answered.lease_ids.append(lease_id)
             answered.slots.append(answer)
             return
         if isinstance(answer, KvPoolError):
             self._retention.turned_down(record.key)
         elif answer is Admission.EXISTS:
+            changed = answered.changed
             answer = self._retention.extend(record.key, record.page_bytes, record.metadata, changed) or answer
         if isinstance(answer, KvPoolError):
             answered.failed.append((page, answer))
@@ -242,7 +258,7 @@ def _checked(peer: PeerSession, span: PageSpan) -> Keyspace:
     if keyspace is None:
         raise KeyspaceUnknown(f"the session has not named keyspace {span.keyspace.hex()}")
     shard_count = keyspace.grid.shard_count
-    if span.page_count and int(span.shards.max()) >= shard_count:
+    if span.page_count and max(span.shards.tobytes()) >= shard_count:
         page = int(span.shards.argmax())
         raise InvalidRequest(f"shards: shard {int(span.shards[page])} of page {page} is not one of {shard_count}")
     return keyspace
