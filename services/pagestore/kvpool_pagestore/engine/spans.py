@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,9 @@ OnAnswer = Callable[[SpanAnswer, bool], None]
 """Gets pages as they are answered, each once; True with the last ones. Called on the loop."""
 
 SOURCE_NUMBERS = {Source.STAGING: 1, Source.DISK: 2, Source.REMOTE: 3}  # of kvpool.v1.Source
+
+
+_NO_PAGES = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -55,8 +59,8 @@ class _Answered:
             )
         return SpanAnswer(
             granted=granted,
-            exists=np.array(self.exists, np.int32),
-            pending=np.array(self.pending, np.int32),
+            exists=np.array(self.exists, np.int32) if self.exists else _NO_PAGES,
+            pending=np.array(self.pending, np.int32) if self.pending else _NO_PAGES,
             failed=tuple(self.failed),
         )
 
@@ -79,7 +83,9 @@ class SpanCalls:
         self._events = context.events
         self._metrics = context.metrics
         # Looked up once: the labels of a metric take as long to find as a page.
-        self._reserve_time = context.metrics.request_duration.labels("reserve")
+        self._reserve_time, self._acquire_time = map(context.metrics.request_duration.labels, ("reserve", "acquire"))
+        self._staged_pages = context.metrics.acquired_pages.labels(Source.STAGING.value)
+        self._staged_bytes = context.metrics.acquired_bytes.labels(Source.STAGING.value)
         self._reserved, self._existing, self._pending, self._rejected = (
             context.metrics.reserved_pages.labels(label) for label in ("RESERVED", "EXISTS", "PENDING", "REJECTED")
         )
@@ -121,7 +127,7 @@ class SpanCalls:
         staged = _Answered(leases.pages, leases.lease_ids, leases.slots, bytearray(b"\1") * len(leases.pages))
         staged.failed = [(page, leases.refusal) for page in leases.refused]
         if not leases.absent:
-            self._metrics.request_duration.labels("acquire").observe(time.perf_counter() - started_s)
+            self._acquire_time.observe(time.perf_counter() - started_s)
             on_answer(staged.answer(), True)
             return
         if staged.pages or staged.failed:
@@ -245,10 +251,11 @@ class SpanCalls:
         self, span: PageSpan, keyspace: Keyspace, granted: list[int], refused: int, refusal: KvPoolError | None
     ) -> None:
         if granted:
-            counts = np.bincount(span.shards[granted]).tolist()
-            size_bytes = sum(count * keyspace.page_bytes(shard) for shard, count in enumerate(counts) if count)
-            self._metrics.acquired_pages.labels(Source.STAGING.value).inc(len(granted))
-            self._metrics.acquired_bytes.labels(Source.STAGING.value).inc(size_bytes)
+            shards = span.shards.tobytes()
+            counts = Counter(map(shards.__getitem__, granted))
+            size_bytes = sum(count * keyspace.page_bytes(shard) for shard, count in counts.items())
+            self._staged_pages.inc(len(granted))
+            self._staged_bytes.inc(size_bytes)
         if refusal is not None:
             self._metrics.missed_pages.labels(refusal.reason).inc(refused)
 
