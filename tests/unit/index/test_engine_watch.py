@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from prometheus_client import CollectorRegistry
 
-from kvpool.core.cluster import ChunkEvent, IndexEvent, LocationChange, NodeInfo, NodeKind, ResyncEvent
+from kvpool.core.cluster import ChunkBatch, ChunkEvent, IndexEvent, LocationChange, NodeInfo, NodeKind, ResyncEvent
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock
@@ -131,6 +131,46 @@ async def test_resync_names_a_node_whose_lease_only_seems_over_because_the_store
     assert [node.node_id for node in event.nodes] == [NODE.node_id]
     await watch.aclose()
     await engine.close()
+
+
+async def test_a_replica_gets_entries_that_come_together_in_one_message() -> None:
+    """A batch is an entry in each of the log's streams; a message costs more than the chunks in it."""
+    clock = ManualClock()
+    store = MemoryIndexStore(clock)
+    engine = engine_of(store, clock)
+    keyspace = (await engine.open_keyspace("t", "k", SPEC)).keyspace.keyspace_id
+    lease = await engine.register_node(NODE, 0)
+    announced = await engine.open_announce(NODE.node_id, lease.incarnation, lease.announce_epoch)
+    watches = [engine.watch("t", "", b"", for_replica=True) for _ in range(2)]
+    for watch in watches:
+        await resync(watch)
+    hashes = [bytes([number]) * 16 for number in range(12)]  # three in each of four streams
+    added = [LocationChange(keyspace, each, each, Tier.DISK, 1, 0) for each in hashes]
+    seen = [asyncio.ensure_future(chunks_of(watch, len(hashes))) for watch in watches]
+    await asyncio.sleep(0)
+    await announced.apply(1, added)
+    first, second = await asyncio.gather(*seen)
+    assert sorted(chunk for batch in first for chunk in chunks_in(batch)) == hashes
+    assert len(first) < store.events.stream_count - 1
+    assert [batch.event for batch in first] == [batch.event for batch in second]
+    assert all(one.event is other.event for one, other in zip(first, second, strict=True)), "packed once for both"
+    assert first[-1].position == ",".join(await store.events.tails())
+    for watch in watches:
+        await watch.aclose()
+    await engine.close()
+
+
+async def chunks_of(watch: AsyncGenerator[IndexEvent, None], count: int) -> list[IndexEvent]:
+    """Events until they have named so many chunks."""
+    found: list[IndexEvent] = []
+    while sum(len(chunks_in(event)) for event in found) < count:
+        event = await anext(watch)
+        found += [event] if isinstance(event.event, ChunkBatch) else []
+    return found
+
+
+def chunks_in(event: IndexEvent) -> list[bytes]:
+    return [one.chunk_hash for one in event.event.events] if isinstance(event.event, ChunkBatch) else []
 
 
 def test_entries_of_the_log_are_bounded_in_chunks_and_bytes() -> None:

@@ -61,7 +61,7 @@ class PageSpan:
             raise InvalidRequest(f"group_heads must name the {groups} groups of the chunks, 16 bytes each")
         if self.positions.shape != self.shards.shape or self.positions.ndim != 1:
             raise InvalidRequest("positions and shards must be one-dimensional and of one length")
-        if self.positions.size and not 0 <= int(self.positions.min()) <= int(self.positions.max()) < count:
+        if self.positions.size and int(self.positions.view(np.uint32).max()) >= count:  # those < 0 are large ones
             raise InvalidRequest(f"positions must lie in [0, {count})")
         for name, runs in (("retention", self.retention), ("sources", self.sources)):
             if runs and (sum(run[0] for run in runs) != count or min(run[0] for run in runs) <= 0):

@@ -19,6 +19,7 @@ _HASH_BYTES = 16
 _HASH = Struct(f"{_HASH_BYTES}s")
 _KEPT_PARTS = 1024
 _LAST_TIER = max(Tier)
+_TIERS = {int(tier): tier for tier in Tier}
 
 
 def node_info_to_proto(node: cluster.NodeInfo) -> index_pb2.NodeInfo:
@@ -152,14 +153,12 @@ def location_change_to_proto(change: cluster.LocationChange) -> index_pb2.Locati
 
 def location_change_from_proto(message: index_pb2.LocationChange) -> cluster.LocationChange:
     """Raises InvalidRequest."""
-    return cluster.LocationChange(
-        keyspace=check_id(message.keyspace_id, "keyspace_id"),
-        chunk_hash=check_id(message.chunk_hash, "chunk_hash"),
-        group_head_hash=check_id(message.group_head_hash, "group_head_hash"),
-        tier=enum_from_proto(message.tier, Tier, "tier"),
-        added_shards=message.added_shards,
-        removed_shards=message.removed_shards,
-    )
+    keyspace, chunk_hash, head = message.keyspace_id, message.chunk_hash, message.group_head_hash
+    if not len(keyspace) == len(chunk_hash) == len(head) == _HASH_BYTES:
+        for value, name in ((keyspace, "keyspace_id"), (chunk_hash, "chunk_hash"), (head, "group_head_hash")):
+            check_id(value, name)
+    tier = _TIERS.get(message.tier) or enum_from_proto(message.tier, Tier, "tier")
+    return cluster.LocationChange(keyspace, chunk_hash, head, tier, message.added_shards, message.removed_shards)
 
 
 def held_chunks_to_proto(changes: Iterable[cluster.LocationChange]) -> list[index_pb2.HeldChunks]:

@@ -67,14 +67,14 @@ def page_span_from_proto(message: pb.PageSpan, most: int) -> PageSpan:
     chunk_count = -(-len(message.chunk_hashes) // 16)
     if chunk_count > most:
         raise InvalidRequest(f"chunk_hashes names {chunk_count} chunks, at most {most} are allowed; split it")
-    positions = np.minimum(np.array(message.positions, np.int64), np.iinfo(np.int32).max)  # refused if that large
+    positions = np.array(message.positions, np.uint32)  # as on the wire
     return PageSpan(
         keyspace=message.keyspace_id,
         chunk_hashes=message.chunk_hashes,
         first_chunk_index=check_count(message.first_chunk_index, "first_chunk_index", most=_MAX_CHUNK_INDEX),
         parent_hash=message.parent_hash,
         group_heads=message.group_head_hashes,
-        positions=positions.astype(np.int32),
+        positions=positions.view(np.int32),  # refused if it is negative now
         shards=np.frombuffer(message.shards, np.uint8),
         retention=tuple(convert_items(message.retention, _retention_run, "retention run", most=chunk_count)),
         prompt_tokens=check_count(message.prompt_tokens, "prompt_tokens"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpool.core import cluster
-from kvpool.v1 import index_pb2
+from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert import check_count, check_id, check_optional_id
 from kvpool.wire.convert_cluster import (
     is_node_known,
@@ -20,7 +20,8 @@ def index_event_to_proto(event: cluster.IndexEvent) -> index_pb2.WatchResponse:
     value, position = event.event, event.position
     match value:
         case cluster.ChunkEvent():
-            return index_pb2.WatchResponse(position=position, chunk=_chunk_to_proto(value))
+            (chunk,) = chunk_batch_to_proto(cluster.ChunkBatch(events=(value,))).events
+            return index_pb2.WatchResponse(position=position, chunk=chunk)
         case cluster.ChunkBatch():
             return index_pb2.WatchResponse(position=position, chunks=chunk_batch_to_proto(value))
         case cluster.NodeEvent():
@@ -38,7 +39,22 @@ def index_event_to_proto(event: cluster.IndexEvent) -> index_pb2.WatchResponse:
 
 def chunk_batch_to_proto(batch: cluster.ChunkBatch) -> index_pb2.ChunkEvents:
     """Chunk events without a position, which may differ between the watchers that get them."""
-    return index_pb2.ChunkEvents(events=[_chunk_to_proto(event) for event in batch.events])
+    places: dict[int, list[common_pb2.Location]] = {}  # by id: chunks at the same places share their locations
+    events: list[index_pb2.ChunkEvent] = []
+    for event in batch.events:
+        locations = places.get(id(event.locations))
+        if locations is None:
+            locations = places[id(event.locations)] = [location_to_proto(place) for place in event.locations]
+        events.append(
+            index_pb2.ChunkEvent(
+                keyspace_id=event.keyspace,
+                chunk_hash=event.chunk_hash,
+                group_head_hash=event.group_head_hash,
+                locations=locations,
+                version=event.version,
+            )
+        )
+    return index_pb2.ChunkEvents(events=events)
 
 
 def index_event_from_proto(message: index_pb2.WatchResponse) -> cluster.IndexEvent | None:
@@ -62,16 +78,6 @@ def index_event_from_proto(message: index_pb2.WatchResponse) -> cluster.IndexEve
         case _:
             return None
     return cluster.IndexEvent(position=message.position, event=event)
-
-
-def _chunk_to_proto(event: cluster.ChunkEvent) -> index_pb2.ChunkEvent:
-    return index_pb2.ChunkEvent(
-        keyspace_id=event.keyspace,
-        chunk_hash=event.chunk_hash,
-        group_head_hash=event.group_head_hash,
-        locations=[location_to_proto(place) for place in event.locations],
-        version=event.version,
-    )
 
 
 def _chunk_from_proto(message: index_pb2.ChunkEvent) -> cluster.ChunkEvent:

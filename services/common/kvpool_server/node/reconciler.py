@@ -132,10 +132,9 @@ class Reconciler:
 
     def note(self, changes: Iterable[LocationChange]) -> None:
         """Learn what is announced; to be called before it is queued."""
-        for change in changes:
-            cell = self._directory.note(change)
-            self._touched_cells.add(cell)
-            self._touched.add(_range_of(cell))
+        cells = set(map(self._directory.note, changes))
+        self._touched_cells |= cells
+        self._touched.update(map(_range_of, cells))
 
     def drop_keyspace(self, keyspace: bytes) -> None:
         """A keyspace was cleared, without announcing each of its chunks."""

@@ -235,7 +235,10 @@ class MemoryLocationStore:
 
     def _group(self, keyspace: bytes, head: bytes) -> _Group:
         self._forget_tombstones()
-        group = self._groups.setdefault(keyspace, {}).setdefault(head, _Group())
+        groups = self._groups.setdefault(keyspace, {})
+        group = groups.get(head)
+        if group is None:
+            group = groups[head] = _Group()
         if not group.chunk_count:
             self._note_empty(keyspace, head)
         return group
@@ -259,23 +262,17 @@ class MemoryLocationStore:
             if group.chunk_count > SPLIT_CHUNKS and not group.is_split:
                 group.split(each.keyspace + each.group_head)
                 self._split.add(each.keyspace + each.group_head)
-        state = ChunkState(
-            keyspace=each.keyspace,
-            group_head=each.group_head,
-            chunk_hash=each.chunk_hash,
-            value=after,
-            version=group.version,
-        )
-        return state, after != before
+        return ChunkState(each.keyspace, each.group_head, each.chunk_hash, after, group.version), after != before
 
     def _fold_change(self, group: _Group, each: ChunkOperation, before: bytes, after: bytes) -> None:
         ordinal, chunk = each.operation.ordinal, each.chunk_hash[:FIELD_BYTES]
-        held = [held_by(value, ordinal) for value in (before, after)]
-        if held[0] != held[1]:
-            prints = [fingerprint(each.keyspace + each.group_head + chunk, one) for one in held]
-            fold(self._digests, (ordinal, range_of(each.group_head)), prints[0] ^ prints[1])
+        was, held = held_by(before, ordinal), held_by(after, ordinal)
+        if was != held:
+            place = each.keyspace + each.group_head + chunk
+            difference = fingerprint(place, was) ^ fingerprint(place, held)
+            fold(self._digests, (ordinal, range_of(each.group_head)), difference)
             if group.is_split:
-                fold(group.part(chunk).digests, ordinal, prints[0] ^ prints[1])
+                fold(group.part(chunk).digests, ordinal, difference)
 
     def _note_empty(self, keyspace: bytes, head: bytes) -> None:
         self._empty.pop((keyspace, head), None)

@@ -5,6 +5,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
@@ -49,7 +50,9 @@ class MemoryEventLog:
                     await self._grown[stream].wait()
             except TimeoutError:
                 return []
-        return [entry for entry in self._streams[stream] if entry_order(entry.entry_id) > order][:limit]
+        entries = self._streams[stream]
+        start = max(0, order[0] - (self._counts[stream] - len(entries)))  # ids count on without a gap
+        return list(islice(entries, start, start + limit))
 
     async def is_kept(self, stream: int, entry_id: str) -> bool:
         count, kept = self._counts[stream], len(self._streams[stream])

@@ -15,6 +15,7 @@ the same: no node has the chunk.
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from kvpool.core.cluster import ALL_SHARDS, CHAIN_GROUP_CHUNKS, ChainQuery, LocationChange
@@ -39,6 +40,9 @@ _PART: Final = 0b1_0001
 TierMasks = tuple[int, int, int]
 """One shard bitmap for each of TIERS."""
 
+# Nearly all chunks are at a few places, and change alike: what was worked out for one holds for the next.
+_remembered = lru_cache(maxsize=1024)
+
 NO_SHARDS: Final[TierMasks] = (0, 0, 0)
 EVERY_SHARD: Final[TierMasks] = (ALL_SHARDS, ALL_SHARDS, ALL_SHARDS)
 
@@ -51,8 +55,7 @@ class Entry:
     shards: TierMasks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class Operation(NamedTuple):
     """A change of one node's entry of one chunk: shards that appeared, then shards that went, in each tier.
 
     full_shards: the grid's all_shards, or 0 when the grid is not known. Then bitmaps are written out. A tier that is
@@ -83,6 +86,7 @@ class Operation:
         )
 
 
+@_remembered
 def decode_value(value: bytes | None, full_shards: int) -> tuple[Entry, ...]:
     """The entries of a value, by ascending ordinal. full_shards: the grid's all_shards."""
     return tuple(Entry(ordinal, _decoded(held, full_shards)) for ordinal, held in _split(value))
@@ -104,6 +108,7 @@ def encode_entry(entry: Entry, full_shards: int) -> bytes:
     return _ORDINAL.pack(entry.ordinal) + held if held else b""
 
 
+@_remembered
 def held_by(value: bytes | None, ordinal: int) -> bytes:
     """The bytes of one node's entry after its ordinal, of which digests are made; b"" if there is none."""
     return next((held for other, held in _split(value) if other == ordinal), b"")
@@ -115,6 +120,7 @@ def is_left_out(value: bytes, operation: Operation) -> bool:
     return is_long and any(operation.added) and not held_by(value, operation.ordinal)
 
 
+@_remembered
 def apply_operation(value: bytes | None, operation: Operation) -> bytes:
     """The value after the operation; b"" when nothing is left. Other nodes' entries keep their bytes."""
     held = dict(_split(value))
@@ -286,21 +292,18 @@ def operations_of(
     full_shards: all_shards of a keyspace's grid, 0 if it is not known.
     """
     found: dict[tuple[bytes, bytes, bytes], ChunkOperation] = {}
-    for change in changes:
-        operation = Operation(
-            ordinal=ordinal,
-            full_shards=full_shards(change.keyspace),
-            added=one_tier(change.tier, change.added_shards),
-            removed=one_tier(change.tier, change.removed_shards),
-        )
-        key = (change.keyspace, change.group_head_hash, change.chunk_hash)
+    alike: dict[tuple[bytes, int, int, int], Operation] = {}  # most of a batch are
+    for keyspace, chunk_hash, group_head, tier, added_shards, removed_shards in changes:
+        kind = (keyspace, tier, added_shards, removed_shards)
+        operation = alike.get(kind)
+        if operation is None:
+            added, removed = one_tier(tier, added_shards), one_tier(tier, removed_shards)
+            operation = alike[kind] = Operation(ordinal, full_shards(keyspace), added, removed)
+        key = (keyspace, group_head, chunk_hash)
         earlier = found.get(key)
-        found[key] = ChunkOperation(
-            keyspace=change.keyspace,
-            chunk_hash=change.chunk_hash,
-            group_head=change.group_head_hash,
-            operation=operation if earlier is None else earlier.operation.then(operation),
-        )
+        if earlier is not None:
+            operation = earlier.operation.then(operation)
+        found[key] = ChunkOperation(keyspace, chunk_hash, group_head, operation)
     return list(found.values())
 
 

@@ -5,6 +5,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from kvpool.core.cluster import ChunkBatch, ChunkEvent, NodeEvent, NodeInfo
@@ -213,7 +214,8 @@ class EntryEvents:
     before: Position
     after: Position
     _wanted: dict[Interest, tuple[ChunkEvent | NodeEvent, ...]] = field(default_factory=dict)
-    _batches: dict[Interest, ChunkBatch] = field(default_factory=dict)
+    # What `batch` has returned, for the last of the entries.
+    _batches: dict[Interest, tuple["EntryEvents", ChunkBatch]] = field(default_factory=dict)
 
     def wanted(self, interest: Interest) -> tuple[ChunkEvent | NodeEvent, ...]:
         """The events that are for these watchers; picked once for all of them."""
@@ -223,15 +225,22 @@ class EntryEvents:
             self._wanted[interest] = found
         return found
 
-    def batch(self, interest: Interest) -> ChunkBatch | None:
-        """The wanted chunk events as one: the same object for all watchers. None for an entry without any."""
-        found = self._batches.get(interest)
-        if found is None:
-            chunks = tuple(event for event in self.wanted(interest) if isinstance(event, ChunkEvent))
+    def batch(self, interest: Interest, following: Sequence["EntryEvents"] = ()) -> ChunkBatch | None:
+        """The wanted chunk events of this entry and of those that follow it as one: the same object for all watchers
+        that get the same entries. None without any."""
+        last = following[-1] if following else self
+        known = self._batches.get(interest)
+        if known is None or known[0] is not last:
+            wanted = chain.from_iterable(entry.wanted(interest) for entry in (self, *following))
+            chunks = tuple(event for event in wanted if isinstance(event, ChunkEvent))
             if not chunks:
                 return None
-            found = self._batches[interest] = ChunkBatch(events=chunks)
-        return found
+            known = self._batches[interest] = (last, ChunkBatch(events=chunks))
+        return known[1]
+
+    def is_of_chunks(self, interest: Interest) -> bool:
+        """Whether there are wanted events, and of chunks: all of an entry are, or none."""
+        return isinstance(next(iter(self.wanted(interest)), None), ChunkEvent)
 
 
 @dataclass(frozen=True, slots=True)

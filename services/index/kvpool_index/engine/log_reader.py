@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from operator import ge
 from typing import Final
 
-from kvpool.core.cluster import ChunkEvent, NodeEvent
+from kvpool.core.cluster import ChunkEvent, Location, NodeEvent
 from kvpool.core.coverage import Coverage
 from kvpool.core.errors import InvalidRequest, Overloaded, StoreUnavailable
 from kvpool_index.core.entries import ordinals_in
@@ -175,8 +175,8 @@ class LogReader:
         if stream == self._event_log.stream_count - 1:
             return {entry.entry_id: [_node_event(entry)] for entry in entries}
         states = {entry.entry_id: list(unpack_chunks(entry.payload)) for entry in entries}
-        ordinals = {ordinal for found in states.values() for state in found for ordinal in ordinals_in(state.value)}
-        await self._nodes.learn(ordinals)
+        values = {state.value for found in states.values() for state in found}
+        await self._nodes.learn({ordinal for value in values for ordinal in ordinals_in(value)})
         keyspaces = {
             each: await self._keyspace(each) for each in {s.keyspace for found in states.values() for s in found}
         }
@@ -198,17 +198,21 @@ class LogReader:
     ) -> list[OwnedEvent]:
         found: list[OwnedEvent] = []
         live_node = self._nodes.table.registered_by_ordinal
-        for state in states:
-            keyspace = keyspaces[state.keyspace]
+        places: dict[tuple[bytes, bytes], tuple[Location, ...]] = {}  # most chunks are at one
+        for keyspace_id, group_head, chunk_hash, value, version in states:
+            keyspace = keyspaces[keyspace_id]
             if keyspace is None:
                 continue  # it was never opened, so no watcher may see it
-            locations = locations_of(state.value, whole=Coverage.of(keyspace.grid, 0), live_node=live_node)
+            locations = places.get((keyspace_id, value))
+            if locations is None:
+                locations = locations_of(value, whole=Coverage.of(keyspace.grid, 0), live_node=live_node)
+                places[keyspace_id, value] = locations
             event = ChunkEvent(
-                keyspace=state.keyspace,
-                chunk_hash=state.chunk_hash,
-                group_head_hash=state.group_head,
+                keyspace=keyspace_id,
+                chunk_hash=chunk_hash,
+                group_head_hash=group_head,
                 locations=locations,
-                version=state.version,
+                version=version,
             )
             found.append((keyspace.tenant, event))
         return found

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -26,6 +26,7 @@ _BEHIND: Final = "this receiver fell behind"
 _NOT_KEPT: Final = "the position to resume from is no longer kept"
 _LOG_GAP: Final = "the log of events has a gap"
 _BEGINS: Final = "the watch begins"
+_ENTRIES_TOGETHER: Final = 8  # in one message to a replica: some 500 chunks, which it learns in one turn of its loop
 _HEARTBEAT_S: Final = 1.0
 _NOT_READ_YET_S: Final = 0.1
 _GAP_SPREAD_S: Final = 2.0  # without heartbeats a replica uses what it has for 3 s at most
@@ -133,7 +134,7 @@ class WatchService:
                 if news is None:
                     yield await self._resync(watcher, present, _NOT_KEPT)
                     break
-                for event in _events_of(watcher, news):
+                for event in _events_of(watcher, [news]):
                     yield event
         elif watcher.for_replica:
             yield await self._resync(watcher, present, _BEGINS)
@@ -148,16 +149,16 @@ class WatchService:
                 if cause == _LOG_GAP:  # of all watchers at once, whose questions then all come here
                     await asyncio.sleep(self._uniform(0.0, _GAP_SPREAD_S))
                 yield await self._resync(watcher, position, cause)
-            for item in items:
-                if isinstance(item, CheckedEnd):
+            for group in _groups(watcher, items):
+                if isinstance(group, CheckedEnd):
                     now_s = self._clock.monotonic_s()
                     heartbeat = HeartbeatEvent(
-                        age_ms=max(0, round((now_s - item.checked_at_s) * 1e3)),
+                        age_ms=max(0, round((now_s - group.checked_at_s) * 1e3)),
                         watch_age_ms=max(1, int((now_s - watcher.opened_at_s) * 1e3)),
                     )
-                    yield IndexEvent(position=str(item.position), event=heartbeat)
+                    yield IndexEvent(position=str(group.position), event=heartbeat)
                     continue
-                for event in _events_of(watcher, item):
+                for event in _events_of(watcher, group):
                     yield event
 
     async def _resync(self, watcher: _Watcher, position: Position, cause: str) -> IndexEvent:
@@ -197,13 +198,33 @@ def _before(item: _Item) -> Position:
     return item.position if isinstance(item, CheckedEnd) else item.before
 
 
-def _events_of(watcher: _Watcher, news: EntryEvents) -> list[IndexEvent]:
-    """What a watcher gets of an entry. Within it the position stays before it: a resumed watch gets all of it again."""
-    batch = news.batch(watcher.interest) if watcher.for_replica else None
+def _groups(watcher: _Watcher, items: Sequence[_Item]) -> Iterator[CheckedEnd | list[EntryEvents]]:
+    """Items in their order; entries that go to a replica in one message are together."""
+    together: list[EntryEvents] = []
+    for item in items:
+        if isinstance(item, EntryEvents) and watcher.for_replica and item.is_of_chunks(watcher.interest):
+            if len(together) == _ENTRIES_TOGETHER:
+                yield together
+                together = []
+            together.append(item)
+            continue
+        if together:
+            yield together
+            together = []
+        yield item if isinstance(item, CheckedEnd) else [item]
+    if together:
+        yield together
+
+
+def _events_of(watcher: _Watcher, news: Sequence[EntryEvents]) -> list[IndexEvent]:
+    """What a watcher gets of an entry, or of several of chunks. Within it the position stays before it: a resumed watch
+    gets all of it again."""
+    last = news[-1]
+    batch = news[0].batch(watcher.interest, news[1:]) if watcher.for_replica else None
     if batch is not None:
-        return [IndexEvent(position=str(news.after), event=batch)]
-    before, after = str(news.before), str(news.after)
-    wanted = news.wanted(watcher.interest)
+        return [IndexEvent(position=str(last.after), event=batch)]
+    before, after = str(last.before), str(last.after)
+    wanted = last.wanted(watcher.interest)
     return [
         IndexEvent(position=after if number == len(wanted) else before, event=event)
         for number, event in enumerate(wanted, start=1)

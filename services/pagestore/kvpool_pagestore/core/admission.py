@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool_pagestore.core.slots import PageRecord
@@ -19,9 +20,9 @@ class AdmissionPurpose(Enum):
     WRITE_BACK = auto()  # a staged page's bytes on disk
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionRequest:
-    """One page that is to take bytes: of its slot, or what it is charged on disk."""
+class AdmissionRequest(NamedTuple):
+    """A page that is to take bytes: of its slot, or what it is charged on disk. Or the first of several pages of one
+    keyspace, none to be pinned, and the bytes of all."""
 
     purpose: AdmissionPurpose
     record: PageRecord

@@ -2,6 +2,8 @@
 
 A transition publishes its events when its own state is consistent; every subscriber has handled an event when `publish`
 returns, in the same turn of the event loop. The engine lists all subscribers, in order.
+
+Several are made for each page that is stored: named tuples, which take a third of the time of dataclasses.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
@@ -17,82 +19,71 @@ from kvpool.core.policy import KeyspacePolicy
 from kvpool_pagestore.core.slots import PageRecord, Slot
 
 
-@dataclass(frozen=True, slots=True)
-class BytesHeld:
+class BytesHeld(NamedTuple):
     """Bytes were taken for pages of a keyspace, in the arena or on disk, or (< 0) came back."""
 
     keyspace: bytes
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StagingChanged:
+class StagingChanged(NamedTuple):
     """Pages that others may know of became visible in staging, or left it."""
 
     records: Sequence[PageRecord]
     present: bool
 
 
-@dataclass(frozen=True, slots=True)
-class DiskChanged:
+class DiskChanged(NamedTuple):
     """Pages, each with the head of its chain group, became durable, or are on disk no more."""
 
     pages: Sequence[tuple[PageKey, bytes]]
     present: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PagesArrived:
+class PagesArrived(NamedTuple):
     """Pages are here now, with this metadata: committed, read from disk or pulled, or found at the start."""
 
     records: Sequence[PageRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class PagesLeft:
+class PagesLeft(NamedTuple):
     """A slot of each page came back, or it left the disk. It may still be elsewhere on this node."""
 
     keys: Sequence[PageKey]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunksLeft:
+class ChunksLeft(NamedTuple):
     """All pages of chunks left the disk: names (keyspace id and chunk hash), and the bitmaps of their shards."""
 
     chunks: Sequence[tuple[bytes, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class PagesEvicted:
+class PagesEvicted(NamedTuple):
     """Pages were given up to make room."""
 
     tier: Tier
     page_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class PagesUsed:
+class PagesUsed(NamedTuple):
     """Visible pages were leased, or asked to be stored again."""
 
     slots: Sequence[Slot]
 
 
-@dataclass(frozen=True, slots=True)
-class PagesRead:
+class PagesRead(NamedTuple):
     """Readers got read leases on these pages."""
 
     records: Sequence[PageRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class DiskHealthChanged:
+class DiskHealthChanged(NamedTuple):
     """The disk tier can be written again, or (fault is not empty) it cannot."""
 
     fault: str
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyChanged:
+class PolicyChanged(NamedTuple):
     """A keyspace has this policy from now on."""
 
     keyspace: bytes

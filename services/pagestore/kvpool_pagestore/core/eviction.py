@@ -66,31 +66,32 @@ class _LruWindow:
     """What LRU would hold, exactly: ticks after `start` of which so many are the last use of their key."""
 
     def __init__(self) -> None:
-        self.start = self.now = self._count = 0
+        self.start = self.now = self.count = 0
         self._is_last = bytearray()  # of the ticks from start + 1 on
 
     def use(self, last: int, key_count: int) -> None:
         """The next tick, of a key whose last use was that one."""
-        self.forget(last)
+        if last > self.start:
+            self.forget(last)
         self.now += 1
         self._is_last.append(1)
-        self._count += 1
+        self.count += 1
         if len(self._is_last) > _WINDOW_SHARE * (key_count + _TURN):
             self._drop()
 
     def forget(self, last: int) -> None:
         if last > self.start and self._is_last[last - self.start - 1]:
             self._is_last[last - self.start - 1] = 0
-            self._count -= 1
+            self.count -= 1
 
     def shrink(self, key_count: int) -> None:
         for _ in range(_TURN):
-            if self._count <= key_count:
+            if self.count <= key_count:
                 break
             self._drop()
 
     def _drop(self) -> None:
-        self._count -= self._is_last[0]
+        self.count -= self._is_last[0]
         del self._is_last[0]  # moves nothing
         self.start += 1
 
@@ -125,7 +126,8 @@ class EvictionPolicy(Generic[K]):
     - What has expired goes first, then lower priorities before higher ones, then lower scores.
     - Memory is bounded by the keys inside, what is remembered of others included.
 
-    Methods that name a key are ignored if it is not inside, except `insert` and `restore`.
+    Methods that name a key are ignored if it is not inside, except `insert` and `restore`. Those that name its row take
+    less time; a key has the same one while it is inside.
     """
 
     def __init__(self, rows: KeyRows[K] | None = None) -> None:
@@ -169,12 +171,12 @@ class EvictionPolicy(Generic[K]):
         so that parents form no cycle whatever clients say. Without positions the caller must see to that.
         domain: a label by which `evict` can be held to a part of the keys, such as the keyspace.
         """
-        row = self._find(key)
-        if row >= 0:
-            self.touch(key)
+        row = self._rows.find(key)
+        if row >= 0 and self._flags[row] & _PRESENT:
+            self.touch_row(row)
             self.retain(key, retention)
             return
-        row = self._enter(key, parent, position, domain, retention)
+        row = self._enter(row, key, parent, position, domain, retention)
         self._uses[row], last = self._ghosts.take(_number(key), self._window.now)
         self._use(row, last, is_hit=False)
 
@@ -188,10 +190,11 @@ class EvictionPolicy(Generic[K]):
         retention: Retention = PLAIN,
     ) -> None:
         """`insert` of a key that was inside before a restart, in any order: not a use."""
-        if self._find(key) >= 0:
+        row = self._rows.find(key)
+        if row >= 0 and self._flags[row] & _PRESENT:
             self.insert(key, retention=retention)
             return
-        row = self._enter(key, parent, position, domain, retention)
+        row = self._enter(row, key, parent, position, domain, retention)
         self._uses[row], self._last_use[row], self._score[row] = 1, 0, self._window.now
         self._place(row)
 
@@ -242,22 +245,36 @@ class EvictionPolicy(Generic[K]):
     def touch(self, key: K) -> None:
         """It was used. Touch the keys of a chain from its head on."""
         row = self._find(key)
-        if row >= 0 and self._window.now - self._last_use[row] >= self._count // _SAME_USE_SHARE:
+        if row >= 0:
+            self.touch_row(row)
+
+    def touch_row(self, row: int) -> None:
+        """The same by the key's row."""
+        if self._window.now - self._last_use[row] >= self._count // _SAME_USE_SHARE:
             self._use(row, self._last_use[row], is_hit=True)
 
     def hold(self, key: K) -> None:
         """No victim until `release`. Not counted: one release ends any number of holds."""
         row = self._find(key)
         if row >= 0:
-            self._flags[row] |= _HELD
-            self._place(row)
+            self.hold_row(row)
+
+    def hold_row(self, row: int) -> None:
+        """The same by the key's row."""
+        self._flags[row] |= _HELD
+        if self._class[row]:
+            self._unlink(row)
 
     def release(self, key: K) -> None:
         """It may be a victim again."""
         row = self._find(key)
         if row >= 0:
-            self._flags[row] &= ~_HELD
-            self._place(row)
+            self.release_row(row)
+
+    def release_row(self, row: int) -> None:
+        """The same by the key's row."""
+        self._flags[row] &= ~_HELD
+        self._place(row)
 
     def retain(self, key: K, retention: Retention) -> None:
         """Another retention from now on."""
@@ -273,7 +290,7 @@ class EvictionPolicy(Generic[K]):
             self.remove_row(row)
 
     def remove_row(self, row: int) -> None:
-        """The same by the key's number."""
+        """The same by the key's row."""
         if self._flags[row] & _PRESENT:
             self._window.forget(self._last_use[row])
             self._leave(row)
@@ -289,10 +306,28 @@ class EvictionPolicy(Generic[K]):
         domains, or each victim costs a step for each of them. spare: keys for which it is true are passed over this
         time.
         """
+        row = self._victim(now_us, domains, spare)
+        if row < 0:
+            return None
+        victim = self._rows.key(row)
+        self._give_up(row)
+        return victim
+
+    def evict_row(self, now_us: int = 0) -> int:
+        """`evict` that returns the row, or NO_ROW. For a caller whose rows are kept until it removes them."""
+        row = self._victim(now_us, None, None)
+        if row >= 0:
+            self._give_up(row)
+        return row
+
+    # Inside
+
+    def _victim(self, now_us: int, domains: Collection[Hashable] | None, spare: Callable[[K], bool] | None) -> int:
+        """The row that goes next, or NO_ROW."""
         self._now_us, self._was_full = now_us, True
         spared: list[int] = []
         while True:
-            more = self._place_due()
+            more = bool(self._due) and self._place_due()
             row = self._lowest(domains)
             if row >= 0 and (spare is None or not spare(self._rows.key(row))):
                 break
@@ -303,15 +338,13 @@ class EvictionPolicy(Generic[K]):
                 break
         for passed in spared:
             self._place(passed)
-        if row < 0:
-            return None
-        victim = self._rows.key(row)
-        self._ghosts.put(_number(victim), self._uses[row], self._last_use[row], self._count)
-        self._leave(row)
-        self._window.shrink(self._count)
-        return victim
+        return row
 
-    # Inside
+    def _give_up(self, row: int) -> None:
+        self._ghosts.put(_number(self._rows.key(row)), self._uses[row], self._last_use[row], self._count)
+        self._leave(row)
+        if self._window.count > self._count:
+            self._window.shrink(self._count)
 
     def _find(self, key: K) -> int:
         row = self._rows.find(key)
@@ -330,8 +363,8 @@ class EvictionPolicy(Generic[K]):
         self._position[row] = min(position, _MAX_POSITION)
         return row
 
-    def _enter(self, key: K, parent: K | None, position: int, domain: Hashable, retention: Retention) -> int:
-        row = self._rows.find(key)
+    def _enter(self, row: int, key: K, parent: K | None, position: int, domain: Hashable, retention: Retention) -> int:
+        """row: what stands for the key already, or NO_ROW."""
         if row < 0:
             row = self._new(key, position)
         if parent is not None and self._parent[row] < 0 and parent != key:  # a stand-in has its own
@@ -360,12 +393,14 @@ class EvictionPolicy(Generic[K]):
             above = self._new(parent, position - 1 if position > 0 else _UNKNOWN)
         self._parent[row] = above
         self._children[above] += 1
-        self._place(above)
+        if self._class[above]:
+            self._unlink(above)
 
     def _leave(self, row: int) -> None:
         if self._class[row]:
             self._unlink(row)
-        self._retained.pop(row, None)
+        if self._retained:
+            self._retained.pop(row, None)
         shelf = self._shelves[self._shelf[row]]
         shelf.key_count -= 1
         if not shelf.key_count:
@@ -376,29 +411,35 @@ class EvictionPolicy(Generic[K]):
 
     def _free(self, row: int) -> None:
         """Forget a row that is not inside and stands for the parent of none, and so on up its chain."""
-        while row >= 0 and not self._flags[row] and not self._children[row]:
-            above, self._parent[row] = self._parent[row], NO_ROW
+        parents, children, flags = self._parent, self._children, self._flags
+        while row >= 0 and not flags[row] and not children[row]:
+            above, parents[row] = parents[row], NO_ROW
             self._rows.remove(row)
             if above >= 0:
-                self._children[above] -= 1
-                self._place(above)
+                children[above] -= 1
+                if not children[above]:
+                    self._place(above)
             row = above
 
     def _use(self, row: int, last: int, *, is_hit: bool) -> None:
         window, count = self._window, self._count
-        if self._was_full and last > 0 and is_hit != (last > window.start):
+        if last > 0 and self._was_full and is_hit != (last > window.start):
             weight = self._weight * _WEIGHT_STEP if is_hit else self._weight / _WEIGHT_STEP
             self._weight = min(max(weight, _LEAST_WEIGHT), _MOST_WEIGHT)
         window.use(last, count)
-        width = window.now - window.start
-        uses = self._uses[row] = min(self._uses[row] + 1, _MAX_USES)
-        score = window.now + int(self._weight * width * _LOG_USES[uses])
+        now = score = window.now
+        width, uses = now - window.start, self._uses[row]
+        if uses < _MAX_USES:
+            uses += 1
+            self._uses[row] = uses
+        if uses > 1:
+            score += int(self._weight * width * _LOG_USES[uses])
         if count >= _EXACT_KEYS:  # 256 queues a window, 16 of a small domain
             large = self._shelves[self._shelf[row]].key_count >= _EXACT_KEYS
             score &= -1 << max(0, (width >> (8 if large else 4)).bit_length() - 1)
         if self._class[row] and score != self._score[row]:
             self._unlink(row)
-        self._last_use[row], self._score[row] = window.now, score
+        self._last_use[row], self._score[row] = now, score
         self._place(row)
 
     def _note(self, row: int, retention: Retention) -> None:
@@ -429,7 +470,7 @@ class EvictionPolicy(Generic[K]):
         its_class = _PLAIN_CLASS
         if self._flags[row] != _PRESENT or self._children[row]:
             its_class = 0
-        elif (retention := self._retained.get(row)) is not None:
+        elif self._retained and (retention := self._retained.get(row)) is not None:
             expired = 0 < retention.expires_us <= self._now_us
             its_class = 1 if expired else 1 + retention.priority - EXPIRED_PRIORITY
             if retention.pinned_until_us > self._now_us:

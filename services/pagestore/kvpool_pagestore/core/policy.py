@@ -63,6 +63,9 @@ class PagePlan:
         return self.write_at_tokens is not None and prompt_tokens >= self.write_at_tokens
 
 
+_NO_WISHES = KeyspacePolicy()
+
+
 class PolicyBook:
     """The node's defaults and what it learned of keyspaces. Use from one thread only."""
 
@@ -79,7 +82,7 @@ class PolicyBook:
     def policy(self, keyspace: bytes) -> KeyspacePolicy:
         """Return the policy of a keyspace; all defaults if none is known."""
         learned = self._policies.get(keyspace)
-        return learned.policy if learned is not None else KeyspacePolicy()
+        return learned.policy if learned is not None else _NO_WISHES
 
     def versioned(self, keyspace: bytes) -> VersionedPolicy | None:
         """Return the policy of a keyspace with its version; None if none is known."""

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 
 from kvpool.core.page import SLOT_ALIGNMENT_BYTES
 from kvpool_pagestore.core.eviction import EvictionPolicy
-from kvpool_pagestore.core.key_rows import DictRows
+from kvpool_pagestore.core.key_rows import NO_ROW, DictRows
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
 
@@ -39,9 +39,9 @@ class _SlotRows(DictRows[bytes]):
         if self.slots[row] is None:
             super().remove(row)
 
-    def slot(self, name: bytes) -> Slot:
+    def slot(self, row: int) -> Slot:
         """Return the slot of a page that is here."""
-        slot = self.slots[self.find(name)]
+        slot = self.slots[row]
         assert slot is not None
         return slot
 
@@ -66,7 +66,7 @@ class _SizeClass:
         new: list[Slot] = []
 
         def spared(name: bytes) -> bool:
-            slot = self.rows.slot(name)
+            slot = self.rows.slot(self.rows.find(name))
             if not spare(slot):
                 return False
             new.append(slot)
@@ -75,10 +75,10 @@ class _SizeClass:
         try:
             while (name := self.pages.evict(now_us, domains=keyspaces, spare=spared)) is not None:
                 for slot in new:
-                    self.pages.hold(slot.name)
+                    self.pages.hold_row(slot.row)
                 passed += new
                 new.clear()
-                yield self.rows.slot(name)
+                yield self.rows.slot(self.rows.find(name))
             # Every other end of a chain is in use or spared: gaps in chains are better than no room at all.
             present = [slot for slot in self.rows.slots if slot is not None and slot.page.key.keyspace in keyspaces]
             for slot in present:
@@ -87,7 +87,7 @@ class _SizeClass:
         finally:
             for slot in passed:
                 if slot.idle:
-                    self.pages.release(slot.name)
+                    self.pages.release_row(slot.row)
 
 
 class _IdleSegments:
@@ -182,14 +182,24 @@ class SegmentTable:
             return self._reformat(vacant, slot_bytes, tenant)
         if self._new_segment_bytes(slot_bytes):
             return SpaceNeed.SEGMENT
-        victim = self._victim(size_class)
+        victim = self._victim(size_class, self._now_us())
         if victim is not None:
-            self._evict(victim)
-            return self._pop_free(size_class)
+            return self._cleared(victim)
         own = self._idlest(self._own_idle.get(tenant, {}), slot_bytes)
         if own is not None:
             return self._reformat(own, slot_bytes, tenant)
         return self._retire_for(tenant, slot_bytes)
+
+    def allocate_all(self, tenant: str, slot_bytes: int, count: int) -> list[Slot]:
+        """So many slots, or fewer: what `allocate` would return one after the other up to the first SpaceNeed."""
+        slots: list[Slot] = []
+        size_class, now_us = self._class(tenant, slot_bytes), self._now_us()
+        while len(slots) < count and not isinstance(slot := self.allocate(tenant, slot_bytes), SpaceNeed):
+            slots.append(slot)
+            has_room = size_class.open or self._vacant_for(tenant, slot_bytes) or self._new_segment_bytes(slot_bytes)
+            while not has_room and len(slots) < count and (victim := self._victim(size_class, now_us)) is not None:
+                slots.append(self._cleared(victim))
+        return slots
 
     def occupy(self, slot: Slot, state: SlotState) -> None:
         """Take a FREE slot into use."""
@@ -199,10 +209,7 @@ class SegmentTable:
 
     def free(self, slot: Slot) -> None:
         """Give a slot back. Only when its bytes cannot be touched any more."""
-        assert slot.state is not SlotState.FREE and slot.unused
-        self._leave(slot)
-        slot.state, slot.record, slot.dirty, slot.deleted, slot.sealed = SlotState.FREE, None, False, False, False
-        self.used_bytes -= slot.size_bytes
+        self._vacate(slot)
         segment = slot.segment
         segment.free.append(slot.index)
         if segment.vacant:
@@ -214,8 +221,8 @@ class SegmentTable:
         """The page was used just now."""
         self._tick += 1
         slot.segment.last_used = self._tick
-        if slot.idle is not None:
-            self._class_of(slot).pages.touch(slot.name)
+        if slot.row >= 0:
+            self._class_of(slot).pages.touch_row(slot.row)
 
     def update_evictable(self, slot: Slot) -> None:
         """Have the policy know the page and whether it may go, as its state says. Call after every change of it."""
@@ -223,28 +230,28 @@ class SegmentTable:
             self._leave(slot)
             return
         evictable = slot.evictable
-        if slot.idle is None:
+        if slot.row < 0:
             self._enter(slot, evictable)
         elif evictable != slot.idle:
             size_class = self._class_of(slot)
             self._set_idle(slot, size_class, evictable)
             if evictable:
-                size_class.pages.release(slot.name)
+                size_class.pages.release_row(slot.row)
             else:
-                size_class.pages.hold(slot.name)
+                size_class.pages.hold_row(slot.row)
 
     def hold(self, slot: Slot) -> None:
         """A visible page has come into use: what `update_evictable` would do, in less time."""
         if slot.idle:
             size_class = self._class_of(slot)
             self._set_idle(slot, size_class, False)
-            size_class.pages.hold(slot.name)
+            size_class.pages.hold_row(slot.row)
 
     def retain(self, slot: Slot) -> None:
         """The page's metadata says something else about how long it is to stay."""
-        if slot.idle is not None:
+        if slot.row >= 0:
             size_class = self._class_of(slot)
-            size_class.pages.retain(slot.name, retention_of(slot.page.metadata))
+            size_class.pages.retain(size_class.rows.key(slot.row), retention_of(slot.page.metadata))
             self._pins_changed(slot, size_class)
 
     def victims(self, keyspaces: Collection[bytes], spare: Callable[[Slot], bool]) -> Generator[Slot]:
@@ -417,28 +424,48 @@ class SegmentTable:
         return self._class(slot.segment.tenant, slot.segment.slot_bytes)
 
     def _enter(self, slot: Slot, evictable: bool) -> None:
-        size_class = self._class_of(slot)
-        key, metadata, name = slot.page.key, slot.page.metadata, slot.name
-        parent = key.keyspace + metadata.parent_hash + name[-2:] if metadata.chunk_index else None
-        retention = retention_of(metadata)
-        size_class.pages.insert(name, parent, position=metadata.chunk_index, domain=key.keyspace, retention=retention)
-        size_class.rows.slots[size_class.rows.find(name)] = slot
-        slot.idle = False
+        size_class, record = self._class_of(slot), slot.page
+        (keyspace, chunk_hash, shard), metadata = record.key, record.metadata
+        # A page's name to the policy: as many bytes for each page.
+        end, position = shard.to_bytes(2, "little"), metadata.chunk_index
+        name = keyspace + chunk_hash + end
+        size_class.pages.insert(
+            name,
+            keyspace + metadata.parent_hash + end if position else None,
+            position=position,
+            domain=keyspace,
+            retention=retention_of(metadata),
+        )
+        slot.row = size_class.rows.find(name)
+        size_class.rows.slots[slot.row] = slot
         if evictable:
             self._set_idle(slot, size_class, True)
         else:
-            size_class.pages.hold(name)
+            size_class.pages.hold_row(slot.row)
 
     def _leave(self, slot: Slot) -> None:
-        if slot.idle is None:
+        if slot.row < 0:
             return
-        size_class, name = self._class_of(slot), slot.name
-        size_class.rows.slots[size_class.rows.find(name)] = None
-        size_class.pages.remove(name)
+        size_class = self._class_of(slot)
+        size_class.rows.slots[slot.row] = None
+        size_class.pages.remove_row(slot.row)
+        slot.row = NO_ROW
         if slot.idle:
             self._set_idle(slot, size_class, False)
         self._pins_changed(slot, size_class)
-        slot.idle = None
+
+    def _cleared(self, victim: Slot) -> Slot:
+        """A slot whose page makes room for another, FREE to be given a state at once."""
+        self._on_evict(victim)
+        self._vacate(victim)
+        return victim
+
+    def _vacate(self, slot: Slot) -> None:
+        """The slot holds nothing any more; to be handed out, or put among the free ones."""
+        assert slot.state is not SlotState.FREE and slot.unused
+        self._leave(slot)
+        slot.state, slot.record, slot.dirty, slot.deleted, slot.sealed = SlotState.FREE, None, False, False, False
+        self.used_bytes -= slot.size_bytes
 
     def _set_idle(self, slot: Slot, size_class: _SizeClass, idle: bool) -> None:
         segment = slot.segment
@@ -463,11 +490,10 @@ class SegmentTable:
             segment.is_queued = False
             self._queue_idle(segment)
 
-    def _victim(self, size_class: _SizeClass) -> Slot | None:
-        now_us = self._now_us()
-        name = size_class.pages.evict(now_us)
-        if name is not None:
-            return size_class.rows.slot(name)
+    def _victim(self, size_class: _SizeClass, now_us: int) -> Slot | None:
+        row = size_class.pages.evict_row(now_us)
+        if row >= 0:
+            return size_class.rows.slot(row)
         # Every end of a chain is in use, as where one chain fills the arena: a gap in a chain that is on disk too is
         # better than no slot at all.
         if size_class.pinned_until_us > now_us:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvpool.core.errors import SessionBusy
 from kvpool_pagestore.core.slots import Slot
 
 
@@ -42,6 +43,18 @@ class Session:
     def next_lease_id(self) -> int:
         self.last_lease_id += 1
         return self.last_lease_id
+
+
+@dataclass(slots=True)
+class ReadLeases:
+    """Which of some pages were leased. Pages are named by their position."""
+
+    pages: list[int] = field(default_factory=list)
+    lease_ids: list[int] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    absent: list[int] = field(default_factory=list)  # not in staging, or not sealed for a session that wants that
+    refused: list[int] = field(default_factory=list)
+    refusal: SessionBusy | None = None  # why
 
 
 class SessionTable:

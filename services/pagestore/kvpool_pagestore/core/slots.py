@@ -7,6 +7,7 @@ from enum import Enum
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import SLOT_ALIGNMENT_BYTES, PageKey
+from kvpool_pagestore.core.key_rows import NO_ROW
 
 
 def slot_bytes_for(page_bytes: int) -> int:
@@ -74,8 +75,8 @@ class Slot:
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.
     free_on_release: bool = False
     is_announced: bool = False  # others may know that the page is in staging
-    # Whether it is counted among its segment's evictable slots; None: the policy of its size class does not know it.
-    idle: bool | None = None
+    row: int = NO_ROW  # of the page in the policy of its size class; NO_ROW if that does not know it
+    idle: bool = False  # counted among its segment's evictable slots
     uses: int = 0  # of the page since it came here: leases, and stores that found it
     stay: int = 0  # counts the pages that have been here: distinguishes one page's stay from the next one's
 
@@ -93,12 +94,6 @@ class Slot:
         """The record; only for slots that are not FREE."""
         assert self.record is not None
         return self.record
-
-    @property
-    def name(self) -> bytes:
-        """The page to the eviction policy: keyspace, chunk hash and shard, as many bytes for each page."""
-        keyspace, chunk_hash, shard = self.page.key
-        return keyspace + chunk_hash + shard.to_bytes(2, "little")
 
     @property
     def unused(self) -> bool:

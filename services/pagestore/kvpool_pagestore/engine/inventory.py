@@ -31,7 +31,7 @@ class Announcer:
 
     def staging(self, changed: StagingChanged) -> None:
         """Pages became visible in staging or left it: one change for each chunk."""
-        pages = ((record.key, record.metadata.group_head_hash) for record in changed.records)
+        pages = [(record.key, record.metadata.group_head_hash) for record in changed.records]
         self._announce(pages, Tier.STAGING, changed.present)
 
     def disk(self, changed: DiskChanged) -> None:
@@ -43,7 +43,10 @@ class Announcer:
         for (keyspace, chunk_hash, shard), group_head_hash in pages:
             place = (keyspace, chunk_hash, group_head_hash)
             shards[place] = shards.get(place, 0) | 1 << shard
-        self._index.announce([_change(at, tier, bitmap, present) for at, bitmap in shards.items()])
+        if present:
+            self._index.announce([LocationChange(*place, tier, bitmap, 0) for place, bitmap in shards.items()])
+        else:
+            self._index.announce([LocationChange(*place, tier, 0, bitmap) for place, bitmap in shards.items()])
 
     async def wait_announced(self) -> None:
         """Return when the index has acknowledged everything announced so far. Raises StoreUnavailable."""
@@ -59,10 +62,6 @@ class Announcer:
             if part:
                 self._index.announce(part)
             await asyncio.sleep(0)
-
-
-def _change(place: _Place, tier: Tier, shards: int, present: bool) -> LocationChange:
-    return LocationChange(*place, tier, shards if present else 0, 0 if present else shards)
 
 
 class Inventory:

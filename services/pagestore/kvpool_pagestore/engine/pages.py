@@ -58,6 +58,7 @@ class PageCalls:
         self._events = context.events
         self._tasks = context.tasks
         self._metrics = context.metrics
+        self._commit_time = context.metrics.request_duration.labels("commit")
         self._commits = commits
 
     async def make_durable(self, key: PageKey) -> KvPoolError | None:
@@ -113,7 +114,7 @@ class PageCalls:
         slot = self._table.begin_commit(peer.session, lease_id)
         if not isinstance(slot, Slot):
             return slot
-        with self._metrics.request_duration.labels("commit").time():
+        with self._commit_time.time():
             (error,) = await self._commits.durable(self._commits.finish_verified([slot], [fault], durable))
         return error
 
@@ -134,7 +135,7 @@ class PageCalls:
             raise InvalidRequest("commit: only a session that trusts the arena may leave pages unsealed")
         begun = [self._table.begin_commit(peer.session, lease_id) for lease_id in lease_ids]
         slots = [one for one in begun if isinstance(one, Slot)]
-        with self._metrics.request_duration.labels("commit").time():
+        with self._commit_time.time():
             if not sealed:
                 committed = self._commits.finish_unsealed(slots)
             else:

@@ -116,7 +116,9 @@ class ReplicationManager:
 
     def staging_changed(self, changed: StagingChanged) -> None:
         """Queue what became visible in staging: the place to copy it from if its keyspace never writes to disk."""
-        for record in changed.records if changed.present else ():
+        if not changed.present or self._planner.is_alone:
+            return
+        for record in changed.records:
             if self._policies.plan(record.key.keyspace).write_at_uses is None:
                 self._stored(record.key, record.metadata.group_head_hash)
 

@@ -88,15 +88,17 @@ class RetentionManager:
     def arrived(self, event: PagesArrived) -> None:
         """Forget pages when their time comes, or soon if it has come already; count their pins, which were granted."""
         for record in event.records:
-            self._note(record.key.keyspace + record.key.chunk_hash, record.metadata)
-            if record.metadata.pinned_until_us > self._clock.wall_us():
-                self._pins.pin({record.key: record.page_bytes}, record.metadata.pinned_until_us, 0, force=True)
-            elif record.key in self._pins:  # counted for a writer who came second
-                self._pins.unpin([record.key])
+            key, metadata = record.key, record.metadata
+            if metadata.expires_us:
+                self._note(key.keyspace + key.chunk_hash, metadata)
+            if metadata.pinned_until_us and metadata.pinned_until_us > self._clock.wall_us():
+                self._pins.pin({key: record.page_bytes}, metadata.pinned_until_us, 0, force=True)
+            elif self._pins and key in self._pins:  # counted for a writer who came second
+                self._pins.unpin([key])
 
     def left(self, event: PagesLeft) -> None:
-        """Forget what was known of pages that have gone from staging and from disk."""
-        for key in event.keys:
+        """Forget what was known of pages that have gone from staging and from disk. Nothing is known of most."""
+        for key in event.keys if self._pins or self._expiry else ():
             name = key.keyspace + key.chunk_hash
             if key in self._pins and self._table.metadata(key) is None and not self._table.is_coming(key):
                 self._pins.unpin([key])
@@ -104,7 +106,7 @@ class RetentionManager:
                 self._expiry.forget(name)
 
     def chunks_left(self, event: ChunksLeft) -> None:
-        """Do the same for all pages of chunks. Nothing is known of most."""
+        """Do the same for all pages of chunks."""
         if self._pins or self._expiry:
             for name, shards in event.chunks:
                 self.left(PagesLeft(chunk_pages(name[:16], name[16:], shards)))

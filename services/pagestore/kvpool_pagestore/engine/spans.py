@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +30,9 @@ OnAnswer = Callable[[SpanAnswer, bool], None]
 SOURCE_NUMBERS = {Source.STAGING: 1, Source.DISK: 2, Source.REMOTE: 3}  # of kvpool.v1.Source
 
 
+_NO_PAGES = np.zeros(0, np.int32)
+
+
 @dataclass(slots=True)
 class _Answered:
     """What became of pages so far. source: number of where they were found; 0 for writes."""
@@ -40,6 +44,7 @@ class _Answered:
     exists: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
     failed: list[tuple[int, KvPoolError | None]] = field(default_factory=list)
+    changed: list[PageKey] = field(default_factory=list)  # of those that exist: see RetentionManager.keep
 
     def answer(self) -> SpanAnswer:
         granted = NO_GRANTS
@@ -54,8 +59,8 @@ class _Answered:
             )
         return SpanAnswer(
             granted=granted,
-            exists=np.array(self.exists, np.int32),
-            pending=np.array(self.pending, np.int32),
+            exists=np.array(self.exists, np.int32) if self.exists else _NO_PAGES,
+            pending=np.array(self.pending, np.int32) if self.pending else _NO_PAGES,
             failed=tuple(self.failed),
         )
 
@@ -77,27 +82,30 @@ class SpanCalls:
         self._pages = pages
         self._events = context.events
         self._metrics = context.metrics
+        # Looked up once: the labels of a metric take as long to find as a page.
+        self._reserve_time, self._acquire_time = map(context.metrics.request_duration.labels, ("reserve", "acquire"))
+        self._staged_pages = context.metrics.acquired_pages.labels(Source.STAGING.value)
+        self._staged_bytes = context.metrics.acquired_bytes.labels(Source.STAGING.value)
+        self._reserved, self._existing, self._pending, self._rejected = (
+            context.metrics.reserved_pages.labels(label) for label in ("RESERVED", "EXISTS", "PENDING", "REJECTED")
+        )
 
     async def reserve(self, peer: PeerSession, span: PageSpan) -> SpanAnswer:
         """Write leases. Raises KeyspaceUnknown, InvalidRequest for a shard that does not exist, SessionUnknown if the
         session ends meanwhile."""
         keyspace = _checked(peer, span)
-        changed: list[PageKey] = []
-        with self._metrics.request_duration.labels("reserve").time():
-            answered = await self._reserve(peer, keyspace, span, changed)
+        with self._reserve_time.time():
+            answered = await self._reserve(peer, keyspace, span)
             try:
-                await self._retention.keep(changed)  # one sync for all of them
+                await self._retention.keep(answered.changed)  # one sync for all of them
             except KvPoolError as error:
-                keys, unsaid = span.page_keys, set(changed)
+                keys, unsaid = span.page_keys, set(answered.changed)
                 answered.failed += [(page, error) for page in answered.exists if keys[page] in unsaid]
                 answered.exists = [page for page in answered.exists if keys[page] not in unsaid]
-        for label, part in (
-            ("RESERVED", answered.pages),
-            ("EXISTS", answered.exists),
-            ("PENDING", answered.pending),
-            ("REJECTED", answered.failed),
-        ):
-            self._metrics.reserved_pages.labels(label).inc(len(part))
+        self._reserved.inc(len(answered.pages))
+        self._existing.inc(len(answered.exists))
+        self._pending.inc(len(answered.pending))
+        self._rejected.inc(len(answered.failed))
         reach("pagestore.reserve.granted")
         return answered.answer()
 
@@ -119,7 +127,7 @@ class SpanCalls:
         staged = _Answered(leases.pages, leases.lease_ids, leases.slots, bytearray(b"\1") * len(leases.pages))
         staged.failed = [(page, leases.refusal) for page in leases.refused]
         if not leases.absent:
-            self._metrics.request_duration.labels("acquire").observe(time.perf_counter() - started_s)
+            self._acquire_time.observe(time.perf_counter() - started_s)
             on_answer(staged.answer(), True)
             return
         if staged.pages or staged.failed:
@@ -134,29 +142,25 @@ class SpanCalls:
 
     # Inside
 
-    async def _reserve(
-        self, peer: PeerSession, keyspace: Keyspace, span: PageSpan, changed: list[PageKey]
-    ) -> _Answered:
+    async def _reserve(self, peer: PeerSession, keyspace: Keyspace, span: PageSpan) -> _Answered:
         keys, answered = span.page_keys, _Answered()
         self._pages.drop_expired(keys)
         metadata = self._retention.prepared_all(span.keyspace, span.metadata)
         size_bytes = {shard: keyspace.page_bytes(shard) for shard in set(span.shards.tolist())}
-        slot_bytes = {shard: slot_bytes_for(size) for shard, size in size_bytes.items()}
         records = [
             PageRecord(key, size_bytes[key.shard], metadata[position])
             for key, position in zip(keys, span.positions.tolist(), strict=True)
         ]
         peer.check_live()
         self._space.look_for_growth()
-        page = 0
-        while page < len(records):
-            with self._events.merged():
-                page = self._reserve_ready(peer, records, page, slot_bytes, answered, changed)
-            if page < len(records):
-                answer = await self._find(peer, keyspace, records[page])
-                self._note(peer, page, records[page], answer, answered, changed)
-                page += 1
-        for each in set(slot_bytes.values()):
+        slot_sizes = {slot_bytes_for(size) for size in size_bytes.values()}
+        together = max(slot_sizes) if len(slot_sizes) == 1 and len(set(keys)) == len(keys) else 0
+        pages: Sequence[int] = range(len(records))
+        while pages := self._reserve_ready(peer, records, pages, together, answered):
+            page, pages = pages[0], pages[1:]
+            answer = await self._find(peer, keyspace, records[page])
+            self._note(page, records[page], answer, peer.session.last_lease_id, answered)
+        for each in slot_sizes:
             self._space.grow_ahead(keyspace.tenant, each)
         return answered
 
@@ -164,41 +168,59 @@ class SpanCalls:
         self,
         peer: PeerSession,
         records: Sequence[PageRecord],
-        first: int,
-        slot_bytes: Mapping[int, int],
+        pages: Sequence[int],
+        slot_bytes: int,
         answered: _Answered,
-        changed: list[PageKey],
-    ) -> int:
-        """Reserve pages from the first one on; return the first for which room must be made, or their number."""
-        for page in range(first, len(records)):
+    ) -> Sequence[int]:
+        """Reserve some of the pages; return the rest, which begins with one for which room must be made.
+
+        slot_bytes: of all pages, if they are different ones with slots of one size; else 0.
+        """
+        absent: list[int] = []
+        for page in pages:
+            if self._is_on_disk(records[page].key):
+                self._note(page, records[page], Admission.EXISTS, 0, answered)
+            else:
+                absent.append(page)
+        session, answers = peer.session, None
+        if slot_bytes:
+            lease_id = session.last_lease_id
+            answers = self._table.reserve_all(session, [records[page] for page in absent], slot_bytes)
+        if answers is not None:
+            left: list[int] = []
+            for page, found in zip(absent, answers, strict=True):
+                if found is None:
+                    left.append(page)
+                    continue
+                lease_id += isinstance(found, Slot)
+                self._note(page, records[page], found, lease_id, answered)
+            return left
+        for at, page in enumerate(absent):
             record = records[page]
-            if self._is_on_disk(record.key):
-                self._note(peer, page, record, Admission.EXISTS, answered, changed)
-                continue
-            answer = self._table.reserve_slot(peer.session, record, slot_bytes[record.key.shard])
+            answer = self._table.reserve_slot(session, record, slot_bytes_for(record.page_bytes))
             if isinstance(answer, SpaceNeed):
-                return page
-            self._note(peer, page, record, answer, answered, changed)
-        return len(records)
+                return absent[at:]
+            self._note(page, record, answer, session.last_lease_id, answered)
+        return ()
 
     def _note(
         self,
-        peer: PeerSession,
         page: int,
         record: PageRecord,
         answer: Slot | Admission | KvPoolError,
+        lease_id: int,
         answered: _Answered,
-        changed: list[PageKey],
     ) -> None:
-        """What a page got. It was granted just now, if it was."""
+        """What a page got. lease_id: on its slot, if it got one."""
         if isinstance(answer, Slot):
             answered.pages.append(page)
-            answered.lease_ids.append(peer.session.last_lease_id)
+            answered.lease_ids.append(lease_id)
             answered.slots.append(answer)
             return
         if isinstance(answer, KvPoolError):
             self._retention.turned_down(record.key)
         elif answer is Admission.EXISTS:
+            changed = answered.changed
             answer = self._retention.extend(record.key, record.page_bytes, record.metadata, changed) or answer
         if isinstance(answer, KvPoolError):
             answered.failed.append((page, answer))
@@ -229,10 +251,11 @@ class SpanCalls:
         self, span: PageSpan, keyspace: Keyspace, granted: list[int], refused: int, refusal: KvPoolError | None
     ) -> None:
         if granted:
-            counts = np.bincount(span.shards[granted]).tolist()
-            size_bytes = sum(count * keyspace.page_bytes(shard) for shard, count in enumerate(counts) if count)
-            self._metrics.acquired_pages.labels(Source.STAGING.value).inc(len(granted))
-            self._metrics.acquired_bytes.labels(Source.STAGING.value).inc(size_bytes)
+            shards = span.shards.tobytes()
+            counts = Counter(map(shards.__getitem__, granted))
+            size_bytes = sum(count * keyspace.page_bytes(shard) for shard, count in counts.items())
+            self._staged_pages.inc(len(granted))
+            self._staged_bytes.inc(size_bytes)
         if refusal is not None:
             self._metrics.missed_pages.labels(refusal.reason).inc(refused)
 
@@ -242,7 +265,7 @@ def _checked(peer: PeerSession, span: PageSpan) -> Keyspace:
     if keyspace is None:
         raise KeyspaceUnknown(f"the session has not named keyspace {span.keyspace.hex()}")
     shard_count = keyspace.grid.shard_count
-    if span.page_count and int(span.shards.max()) >= shard_count:
+    if span.page_count and max(span.shards.tobytes()) >= shard_count:
         page = int(span.shards.argmax())
         raise InvalidRequest(f"shards: shard {int(span.shards[page])} of page {page} is not one of {shard_count}")
     return keyspace
