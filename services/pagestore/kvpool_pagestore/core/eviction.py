@@ -171,7 +171,7 @@ class EvictionPolicy(Generic[K]):
         """
         row = self._find(key)
         if row >= 0:
-            self.touch(key)
+            self.touch_row(row)
             self.retain(key, retention)
             return
         row = self._enter(key, parent, position, domain, retention)
@@ -242,22 +242,35 @@ class EvictionPolicy(Generic[K]):
     def touch(self, key: K) -> None:
         """It was used. Touch the keys of a chain from its head on."""
         row = self._find(key)
-        if row >= 0 and self._window.now - self._last_use[row] >= self._count // _SAME_USE_SHARE:
+        if row >= 0:
+            self.touch_row(row)
+
+    def touch_row(self, row: int) -> None:
+        """The same by the key's number, as for other changes below: the key must be inside."""
+        if self._window.now - self._last_use[row] >= self._count // _SAME_USE_SHARE:
             self._use(row, self._last_use[row], is_hit=True)
 
     def hold(self, key: K) -> None:
         """No victim until `release`. Not counted: one release ends any number of holds."""
         row = self._find(key)
         if row >= 0:
-            self._flags[row] |= _HELD
-            self._place(row)
+            self.hold_row(row)
+
+    def hold_row(self, row: int) -> None:
+        """The same by the key's number."""
+        self._flags[row] |= _HELD
+        self._place(row)
 
     def release(self, key: K) -> None:
         """It may be a victim again."""
         row = self._find(key)
         if row >= 0:
-            self._flags[row] &= ~_HELD
-            self._place(row)
+            self.release_row(row)
+
+    def release_row(self, row: int) -> None:
+        """The same by the key's number."""
+        self._flags[row] &= ~_HELD
+        self._place(row)
 
     def retain(self, key: K, retention: Retention) -> None:
         """Another retention from now on."""

@@ -13,20 +13,20 @@ import heapq
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 
-from kvpool.core.page import SLOT_ALIGNMENT_BYTES
+from kvpool.core.page import KEY_BYTES, SLOT_ALIGNMENT_BYTES
 from kvpool_pagestore.core.eviction import EvictionPolicy
-from kvpool_pagestore.core.key_rows import DictRows
+from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
 
 _LEAST_PREPARED_BYTES = 2 << 20  # a smaller rest of the budget is left to whatever needs it
 
 
-class _SlotRows(DictRows[bytes]):
+class _SlotRows(PackedRows):
     """Rows of page names, each with the page's slot; the policy lets go of none that has one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(KEY_BYTES)
         self.slots: list[Slot | None] = []  # None: a page that is not here, but others of its chain are
 
     def add(self, key: bytes) -> int:
@@ -75,7 +75,7 @@ class _SizeClass:
         try:
             while (name := self.pages.evict(now_us, domains=keyspaces, spare=spared)) is not None:
                 for slot in new:
-                    self.pages.hold(slot.name)
+                    self.pages.hold_row(slot.row)
                 passed += new
                 new.clear()
                 yield self.rows.slot(name)
@@ -87,7 +87,7 @@ class _SizeClass:
         finally:
             for slot in passed:
                 if slot.idle:
-                    self.pages.release(slot.name)
+                    self.pages.release_row(slot.row)
 
 
 class _IdleSegments:
@@ -214,8 +214,8 @@ class SegmentTable:
         """The page was used just now."""
         self._tick += 1
         slot.segment.last_used = self._tick
-        if slot.idle is not None:
-            self._class_of(slot).pages.touch(slot.name)
+        if slot.row >= 0:
+            self._class_of(slot).pages.touch_row(slot.row)
 
     def update_evictable(self, slot: Slot) -> None:
         """Have the policy know the page and whether it may go, as its state says. Call after every change of it."""
@@ -223,26 +223,26 @@ class SegmentTable:
             self._leave(slot)
             return
         evictable = slot.evictable
-        if slot.idle is None:
+        if slot.row < 0:
             self._enter(slot, evictable)
         elif evictable != slot.idle:
             size_class = self._class_of(slot)
             self._set_idle(slot, size_class, evictable)
             if evictable:
-                size_class.pages.release(slot.name)
+                size_class.pages.release_row(slot.row)
             else:
-                size_class.pages.hold(slot.name)
+                size_class.pages.hold_row(slot.row)
 
     def hold(self, slot: Slot) -> None:
         """A visible page has come into use: what `update_evictable` would do, in less time."""
         if slot.idle:
             size_class = self._class_of(slot)
             self._set_idle(slot, size_class, False)
-            size_class.pages.hold(slot.name)
+            size_class.pages.hold_row(slot.row)
 
     def retain(self, slot: Slot) -> None:
         """The page's metadata says something else about how long it is to stay."""
-        if slot.idle is not None:
+        if slot.row >= 0:
             size_class = self._class_of(slot)
             size_class.pages.retain(slot.name, retention_of(slot.page.metadata))
             self._pins_changed(slot, size_class)
@@ -422,23 +422,23 @@ class SegmentTable:
         parent = key.keyspace + metadata.parent_hash + name[-2:] if metadata.chunk_index else None
         retention = retention_of(metadata)
         size_class.pages.insert(name, parent, position=metadata.chunk_index, domain=key.keyspace, retention=retention)
-        size_class.rows.slots[size_class.rows.find(name)] = slot
-        slot.idle = False
+        slot.row = size_class.rows.find(name)
+        size_class.rows.slots[slot.row] = slot
         if evictable:
             self._set_idle(slot, size_class, True)
         else:
-            size_class.pages.hold(name)
+            size_class.pages.hold_row(slot.row)
 
     def _leave(self, slot: Slot) -> None:
-        if slot.idle is None:
+        if slot.row < 0:
             return
-        size_class, name = self._class_of(slot), slot.name
-        size_class.rows.slots[size_class.rows.find(name)] = None
-        size_class.pages.remove(name)
+        size_class = self._class_of(slot)
+        size_class.rows.slots[slot.row] = None
+        size_class.pages.remove_row(slot.row)
+        slot.row = NO_ROW
         if slot.idle:
             self._set_idle(slot, size_class, False)
         self._pins_changed(slot, size_class)
-        slot.idle = None
 
     def _set_idle(self, slot: Slot, size_class: _SizeClass, idle: bool) -> None:
         segment = slot.segment
