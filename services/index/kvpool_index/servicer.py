@@ -165,13 +165,13 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         async with self._engine.streams.track():
             async for request in request_iterator:
                 renewals = convert.convert_items(request.renewals, _renewal, "renewal", most=self._max_items)
-                refusals, loaded, idle = await self._engine.renew_leases(renewals)
+                refusals, terms = await self._engine.renew_leases(renewals)
                 answer = pb.RenewLeasesResponse(
-                    lease_ttl_ms=loaded.lease_ttl_ms,
-                    renew_interval_ms=loaded.renew_interval_ms,
-                    idle_lease_ttl_ms=idle.lease_ttl_ms,
-                    idle_renew_interval_ms=idle.renew_interval_ms,
-                    policy_version=loaded.policy_version,
+                    lease_ttl_ms=terms.lease_ttl_ms,
+                    renew_interval_ms=terms.renew_interval_ms,
+                    idle_lease_ttl_ms=terms.idle_lease_ttl_ms,
+                    idle_renew_interval_ms=terms.idle_renew_interval_ms,
+                    policy_version=terms.policy_version,
                     refused=[
                         pb.RefusedRenewal(index=index, error=convert.item_error_to_proto(error))
                         for index, error in enumerate(refusals)

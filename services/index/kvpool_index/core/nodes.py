@@ -46,19 +46,14 @@ class Renewal:
     lease_ttl_ms: int = 0  # 0: not decided yet
 
 
-@dataclass(slots=True, eq=False)
-class _Known:
-    record: NodeRecord
-    expires_at_s: float  # local monotonic time
-
-
 class NodeTable:
     """The nodes one replica knows, refreshed from the store. A lease that runs out in between has ended at once."""
 
     def __init__(self) -> None:
-        self._by_ordinal: dict[int, _Known] = {}
-        self._by_id: dict[bytes, _Known] = {}
-        self._renewed: dict[bytes, _Known] | None = None  # since `replacing` began
+        self._records: dict[bytes, NodeRecord] = {}
+        self._expires_at_s: dict[bytes, float] = {}  # local monotonic time
+        self._ids: dict[int, bytes] = {}  # by ordinal, of those that have not ended
+        self._renewed: dict[bytes, NodeRecord] | None = None  # since `replacing` began
         self.refresh_count = 0
 
     def replacing(self, records: Sequence[NodeRecord], asked_at_s: float) -> Iterator[None]:
@@ -68,58 +63,61 @@ class NodeTable:
         Renewals that are noted meanwhile count. What else changes meanwhile is lost: make those changes again.
         """
         self._renewed = {}
-        by_ordinal: dict[int, _Known] = {}
-        by_id: dict[bytes, _Known] = {}
+        by_id: dict[bytes, NodeRecord] = {}
+        expires_at_s: dict[bytes, float] = {}
+        ids: dict[int, bytes] = {}
         for start in range(0, len(records), REFRESH_STEP_NODES):
             for record in records[start : start + REFRESH_STEP_NODES]:
-                known = _Known(record, asked_at_s + record.lease_remaining_ms / 1000)
-                by_id[record.info.node_id] = known
+                node_id = record.info.node_id
+                by_id[node_id] = record
+                expires_at_s[node_id] = asked_at_s + record.lease_remaining_ms / 1000
                 if not record.ended:
-                    by_ordinal[record.ordinal] = known
+                    ids[record.ordinal] = node_id
             yield
         for node_id, renewed in self._renewed.items():
-            fresh, incarnation = by_id.get(node_id), renewed.record.info.incarnation
-            if fresh is not None and fresh.record.alive and fresh.record.info.incarnation == incarnation:
-                fresh.record = fresh.record._replace(load=renewed.record.load)
-                fresh.expires_at_s = max(fresh.expires_at_s, renewed.expires_at_s)
+            fresh = by_id.get(node_id)
+            if fresh is not None and fresh.alive and fresh.info.incarnation == renewed.info.incarnation:
+                by_id[node_id] = fresh._replace(load=renewed.load)
+                expires_at_s[node_id] = max(expires_at_s[node_id], self._expires_at_s[node_id])
         self._renewed = None
-        self._by_ordinal, self._by_id = by_ordinal, by_id
+        self._records, self._expires_at_s, self._ids = by_id, expires_at_s, ids
         self.refresh_count += 1
 
     def put(self, record: NodeRecord, asked_at_s: float) -> None:
         """Take one record that is newer than the table's, such as a registration served here."""
-        self.forget(record.info.node_id)
-        known = _Known(record, asked_at_s + record.lease_remaining_ms / 1000)
-        self._by_ordinal[record.ordinal] = known
-        self._by_id[record.info.node_id] = known
+        node_id = record.info.node_id
+        self.forget(node_id)
+        self._records[node_id] = record
+        self._expires_at_s[node_id] = asked_at_s + record.lease_remaining_ms / 1000
+        self._ids[record.ordinal] = node_id
 
     def renewed(self, node_id: bytes, incarnation: int, load: NodeLoad | None, expires_at_s: float) -> bool:
         """Note a renewal served here. False if the table does not know this incarnation as alive."""
-        known = self._by_id.get(node_id)
-        if known is None or known.record.info.incarnation != incarnation or not known.record.alive:
+        record = self._records.get(node_id)
+        if record is None or record.info.incarnation != incarnation or not record.alive:
             return False
         if load is not None:
-            known.record = known.record._replace(load=load)
-        known.expires_at_s = expires_at_s
+            record = self._records[node_id] = record._replace(load=load)
+        self._expires_at_s[node_id] = expires_at_s
         if self._renewed is not None:
-            self._renewed[node_id] = known
+            self._renewed[node_id] = record
         return True
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._records)
 
     def forget(self, node_id: bytes) -> None:
         """Drop what is known of a node."""
-        known = self._by_id.pop(node_id, None)
-        if known is not None:
-            self._by_ordinal.pop(known.record.ordinal, None)
+        record = self._records.pop(node_id, None)
+        if record is not None:
+            del self._expires_at_s[node_id]
+            self._ids.pop(record.ordinal, None)
 
     def live_by_ordinal(self, ordinal: int, now_s: float) -> NodeInfo | None:
         """The node of an ordinal if its lease has not ended."""
-        known = self._by_ordinal.get(ordinal)
-        if known is None or not known.record.alive or known.expires_at_s <= now_s:
-            return None
-        return known.record.info
+        node_id = self._ids.get(ordinal)
+        record = self.live_record(node_id, now_s) if node_id is not None else None
+        return record.info if record is not None else None
 
     def registered_by_ordinal(self, ordinal: int) -> NodeInfo | None:
         """The node of an ordinal unless it has ended its lease or was declared dead; the lease may have run out.
@@ -127,65 +125,62 @@ class NodeTable:
         For what receivers keep: the event log says when a node ends or is declared dead, but nothing corrects an event
         that leaves out a node whose lease only seemed over here, because the store answered late.
         """
-        known = self._by_ordinal.get(ordinal)
-        return known.record.info if known is not None and known.record.alive else None
+        node_id = self._ids.get(ordinal)
+        record = self._records[node_id] if node_id is not None else None
+        return record.info if record is not None and record.alive else None
 
     def registered_infos(self) -> list[NodeInfo]:
         """All such nodes, by node id."""
-        return [known.record.info for _, known in sorted(self._by_id.items()) if known.record.alive]
+        return [record.info for _, record in sorted(self._records.items()) if record.alive]
 
     def knows_ordinal(self, ordinal: int) -> bool:
         """False if no node has this ordinal, or ever will again: what it named is gone."""
-        return ordinal in self._by_ordinal
+        return ordinal in self._ids
 
     def live_record(self, node_id: bytes, now_s: float) -> NodeRecord | None:
         """The record of a live node."""
-        known = self._by_id.get(node_id)
-        if known is None or not known.record.alive or known.expires_at_s <= now_s:
-            return None
-        return known.record
+        record = self._records.get(node_id)
+        return record if record is not None and record.alive and self._expires_at_s[node_id] > now_s else None
 
     def record(self, node_id: bytes) -> NodeRecord | None:
         """The record of a node, live or not."""
-        known = self._by_id.get(node_id)
-        return known.record if known is not None else None
+        return self._records.get(node_id)
 
     def live_nodes(self, now_s: float) -> list[LiveNode]:
         """All live nodes, by node id."""
         return [
             LiveNode(
-                info=known.record.info,
-                load=known.record.load,
-                lease_remaining_ms=max(1, int((known.expires_at_s - now_s) * 1000)),
+                info=record.info,
+                load=record.load,
+                lease_remaining_ms=max(1, int((self._expires_at_s[record.info.node_id] - now_s) * 1000)),
             )
-            for _, known in sorted(self._by_id.items())
-            if known.record.alive and known.expires_at_s > now_s
+            for record in sorted(self._live_records(now_s), key=lambda record: record.info.node_id)
         ]
 
     def live_infos(self, now_s: float, kind: NodeKind) -> Iterator[NodeInfo]:
         """Live nodes of a kind, in no order."""
-        for known in self._by_id.values():
-            if known.record.info.kind == kind and known.record.alive and known.expires_at_s > now_s:
-                yield known.record.info
+        return (record.info for record in self._live_records(now_s) if record.info.kind == kind)
 
     def counts(self, now_s: float) -> tuple[dict[int, int], int]:
         """Live nodes by kind, and the highest reconcile_age_ms among them."""
         counts: dict[int, int] = {}
         oldest_ms = 0
-        for known in self._by_id.values():
-            record = known.record
-            if record.alive and known.expires_at_s > now_s:
-                counts[record.info.kind] = counts.get(record.info.kind, 0) + 1
-                oldest_ms = max(oldest_ms, record.load.reconcile_age_ms)
+        for record in self._live_records(now_s):
+            counts[record.info.kind] = counts.get(record.info.kind, 0) + 1
+            oldest_ms = max(oldest_ms, record.load.reconcile_age_ms)
         return counts, oldest_ms
 
     def departed(self, forget_after_ms: int) -> list[NodeInfo]:
         """Return nodes to report to the store: overdue and not yet declared dead, or gone for forget_after_ms."""
         return [
             record.info
-            for record in (known.record for known in self._by_id.values())
+            for record in self._records.values()
             if record.lease_remaining_ms <= (0 if record.alive else -forget_after_ms)
         ]
+
+    def _live_records(self, now_s: float) -> Iterator[NodeRecord]:
+        expires_at_s = self._expires_at_s
+        return (record for node_id, record in self._records.items() if record.alive and expires_at_s[node_id] > now_s)
 
 
 def check_registration(info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt = UNNUMBERED) -> None:

@@ -13,7 +13,6 @@ from kvpool.core.cluster import (
     ChainQuery,
     IndexEvent,
     IndexInfo,
-    LeaseRenewal,
     LiveNode,
     NodeInfo,
     NodeKind,
@@ -34,7 +33,7 @@ from kvpool_index.engine.dead_locations import DeadLocations
 from kvpool_index.engine.keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, PolicyService, SecretOf
 from kvpool_index.engine.log_reader import LogReader
 from kvpool_index.engine.match import MatchService, RouteService
-from kvpool_index.engine.nodes import LeaseService, NodeService, Refusals
+from kvpool_index.engine.nodes import LeaseService, LeaseTerms, NodeService, Refusals
 from kvpool_index.engine.watch import WatchService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore, LocationStore
@@ -214,7 +213,7 @@ class IndexEngine:
         """Restore what the store has lost. kept: with the encoding of each. Raises InvalidRequest, LeaseLost."""
         await self._policies.restore(tenant, node_id, incarnation, kept)
 
-    async def renew_leases(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseRenewal, LeaseRenewal]:
+    async def renew_leases(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseTerms]:
         """Renew leases; see LeaseService."""
         return await self._leases.renew(renewals)
 

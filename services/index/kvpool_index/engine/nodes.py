@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpool.core.clock import Clock
-from kvpool.core.cluster import LeaseRenewal, LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad, RegistrationAttempt
+from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import KvPoolError, Overloaded, StoreUnavailable
 from kvpool.core.placement import place
 from kvpool_index.config import IndexConfig
@@ -176,12 +176,12 @@ class NodeService:
                 if was_up:
                     _log.warning("the store is out of reach; matches are refused until it is back: %s", error)
                 was_up = False
+                self._count_nodes()  # leases run out all the same
             else:
                 self._metrics.store_up.set(1)
                 if not was_up:
                     _log.info("the store is back")
                 was_up = True
-            self._count_nodes()
             await asyncio.sleep(self._config.refresh_interval_s)
 
     async def _read_all(self) -> None:
@@ -236,10 +236,21 @@ Refusals = list[KvPoolError | None]
 """For each renewal None, or the error that refused it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTerms:
+    """What holds for leases that were renewed; idle: of nodes without a load."""
+
+    lease_ttl_ms: int
+    renew_interval_ms: int
+    idle_lease_ttl_ms: int
+    idle_renew_interval_ms: int
+    policy_version: int
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     renewals: Sequence[Renewal]
-    answer: asyncio.Future[tuple[Refusals, int]] = field(
+    answer: asyncio.Future[tuple[Refusals, LeaseTerms]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -255,8 +266,8 @@ class LeaseService:
         self._waiting_count = 0
         self._task: asyncio.Task[None] | None = None
 
-    async def renew(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseRenewal, LeaseRenewal]:
-        """Why each was refused, and what holds for the others: with a load, without one. Raises StoreUnavailable."""
+    async def renew(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseTerms]:
+        """Why each was refused, and what holds for the others. Raises StoreUnavailable."""
         if self._waiting_count + len(renewals) > _WAITING_MAX:
             raise Overloaded(f"{self._waiting_count} renewals of leases wait for the store")
         waiting = _Waiting(renewals)
@@ -264,19 +275,7 @@ class LeaseService:
         self._waiting_count += len(renewals)
         if self._task is None:
             self._task = asyncio.create_task(self._renew_waiting(), name="renew-leases")
-        refusals, version = await waiting.answer
-        config = self._config
-        return (
-            refusals,
-            LeaseRenewal(
-                lease_ttl_ms=config.lease_ttl_ms, policy_version=version, renew_interval_ms=config.renew_interval_ms
-            ),
-            LeaseRenewal(
-                lease_ttl_ms=config.idle_lease_ttl_ms,
-                policy_version=version,
-                renew_interval_ms=config.idle_lease_ttl_ms // 3,
-            ),
-        )
+        return await waiting.answer
 
     async def close(self) -> None:
         """Stop renewing."""
@@ -304,8 +303,15 @@ class LeaseService:
                 if not each.answer.done():
                     each.answer.set_exception(error)
             return
-        at = 0
+        config, at = self._config, 0
+        terms = LeaseTerms(
+            lease_ttl_ms=config.lease_ttl_ms,
+            renew_interval_ms=config.renew_interval_ms,
+            idle_lease_ttl_ms=config.idle_lease_ttl_ms,
+            idle_renew_interval_ms=config.idle_lease_ttl_ms // 3,
+            policy_version=version,
+        )
         for each in waiting:
             if not each.answer.done():  # else its stream has ended
-                each.answer.set_result((refusals[at : at + len(each.renewals)], version))
+                each.answer.set_result((refusals[at : at + len(each.renewals)], terms))
             at += len(each.renewals)

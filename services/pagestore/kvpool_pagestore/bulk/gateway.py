@@ -65,6 +65,7 @@ class EngineBulkSession:
         self._engine = engine
         self._loop = loop
         self._peer = peer
+        self._last: PageRecord | None = None  # of the page that was written last
         self._put: deque[_Put] = deque()
         self._puts_awaited = False  # by the loop: it will look at `_put`
 
@@ -81,8 +82,9 @@ class EngineBulkSession:
         self._loop.call_soon_threadsafe(self._engine.pages.release, self._peer, lease_ids)
 
     def reserve(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> Future[WriteGrant | int | KvPoolError]:
+        item = self._record(PageRecord(key, page_bytes, metadata))
+
         async def reserve() -> WriteGrant | int | KvPoolError:
-            item = PageRecord(key=key, page_bytes=page_bytes, metadata=metadata)
             (answer,) = await self._engine.pages.reserve(self._peer, [item])
             if isinstance(answer, Grant):
                 return WriteGrant(lease_id=answer.lease_id, page=self._engine.pages.view(answer))
@@ -95,12 +97,17 @@ class EngineBulkSession:
         return asyncio.run_coroutine_threadsafe(reserve(), self._loop)
 
     def put(self, key: PageKey, page: memoryview, metadata: PageMetadata) -> Future[int | KvPoolError]:
-        put = _Put(PageRecord(key=key, page_bytes=len(page), metadata=metadata), page)
+        put = _Put(self._record(PageRecord(key, len(page), metadata)), page)
         self._put.append(put)
         if not self._puts_awaited:  # else `_put_all` takes this one too: it clears the flag before it looks
             self._puts_awaited = True
             asyncio.run_coroutine_threadsafe(self._put_all(), self._loop)
         return put.done
+
+    def _record(self, record: PageRecord) -> PageRecord:
+        """What is kept of a page: pages of a stream are much alike."""
+        self._last = record.sharing(self._last) if self._last is not None else record
+        return self._last
 
     async def _put_all(self) -> None:
         """All pages that are there by now, in one step each of reserving, filling and committing."""

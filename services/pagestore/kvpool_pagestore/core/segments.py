@@ -13,20 +13,20 @@ import heapq
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 
-from kvpool.core.page import SLOT_ALIGNMENT_BYTES
+from kvpool.core.page import KEY_BYTES, SLOT_ALIGNMENT_BYTES
 from kvpool_pagestore.core.eviction import EvictionPolicy
-from kvpool_pagestore.core.key_rows import NO_ROW, DictRows
+from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
 
 _LEAST_PREPARED_BYTES = 2 << 20  # a smaller rest of the budget is left to whatever needs it
 
 
-class _SlotRows(DictRows[bytes]):
+class _SlotRows(PackedRows):
     """Rows of page names, each with the page's slot; the policy lets go of none that has one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(KEY_BYTES)
         self.slots: list[Slot | None] = []  # None: a page that is not here, but others of its chain are
 
     def add(self, key: bytes) -> int:

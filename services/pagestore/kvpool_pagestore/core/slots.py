@@ -52,6 +52,19 @@ class PageRecord:
     page_bytes: int
     metadata: PageMetadata
 
+    def sharing(self, other: PageRecord) -> PageRecord:
+        """Return an equal record with the other's objects where both are equal: there may be a million in staging."""
+        keyspace, chunk_hash, shard = self.key
+        if keyspace == other.key.keyspace:
+            keyspace = other.key.keyspace
+        if chunk_hash == other.key.chunk_hash:
+            chunk_hash = other.key.chunk_hash
+        return PageRecord(
+            PageKey(keyspace, chunk_hash, shard),
+            other.page_bytes if self.page_bytes == other.page_bytes else self.page_bytes,
+            other.metadata if self.metadata == other.metadata else self.metadata,
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -75,7 +88,7 @@ class Slot:
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.
     free_on_release: bool = False
     is_announced: bool = False  # others may know that the page is in staging
-    row: int = NO_ROW  # of the page in the policy of its size class; NO_ROW if that does not know it
+    row: int = NO_ROW  # of the page in the eviction policy of its size class, while that knows it
     idle: bool = False  # counted among its segment's evictable slots
     uses: int = 0  # of the page since it came here: leases, and stores that found it
     stay: int = 0  # counts the pages that have been here: distinguishes one page's stay from the next one's
