@@ -20,6 +20,7 @@ from kvpool_pagestore.adapters.index_link import IndexPlacement, NodeIndexLink
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.events import DiskChanged, PageEvent
 from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.core.writeback import DirtyPage, WriteQueue
 from kvpool_pagestore.engine.parts import EngineParts, EngineWorkers
 from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.engine.store import PageStoreEngine
@@ -303,7 +304,7 @@ class PageStoreNode:
 
     def _watch_promises(self, engine: PageStoreEngine) -> None:
         """Nothing is announced as durable that is not; nothing is evicted before it is durable on a disk that works,
-        unless that was behind when the page was committed."""
+        unless that was behind when the page was committed, or has refused it: it may be full of what is in use."""
         events, ledger, space, disk = engine.events, engine._table, engine._table.space, self.disk
         publish, evict, finish_commit = events.publish, space._on_evict, ledger.finish_commit
         committed: dict[int, PageRecord] = {}  # by id: kept, so that no other record gets it
@@ -330,6 +331,19 @@ class PageStoreNode:
         events.publish = published  # type: ignore[method-assign]
         ledger.finish_commit = finished  # type: ignore[method-assign]
         space._on_evict = evicted
+        if engine._write_back is not None:
+            _watch_failures(engine._write_back._queue, committed)
+
+
+def _watch_failures(queue: WriteQueue, committed: dict[int, PageRecord]) -> None:
+    """Take out of `committed` what the disk has refused."""
+    failed = queue.failed
+
+    def refused(page: DirtyPage, *how: Any, **more: Any) -> None:
+        committed.pop(id(page.record), None)
+        failed(page, *how, **more)
+
+    queue.failed = refused  # type: ignore[method-assign]
 
 
 def _has_had(disk: SimDisk, key: PageKey) -> bool:
