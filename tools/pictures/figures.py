@@ -13,6 +13,7 @@ from tools.pictures.charts import BarChart, Color, LineChart, Series
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 # Files of bench/results, each named by its day.
 VLLM_GPU = "2026-11-23-vllm-gpu-later"
+VLLM_PRESS = "2026-11-28-vllm-gpu"
 VLLM_SERVE = "2026-11-21-vllm-serve"
 VLLM_TTFT = "2026-11-21-vllm-ttft"
 PAGES = "2026-11-21-pages"
@@ -96,7 +97,7 @@ def first_token() -> Figure:
 
 
 def press() -> Figure:
-    cases = result(VLLM_GPU)["cases"]
+    cases = result(VLLM_PRESS)["cases"]
 
     def thousands(number: int) -> tuple[float, ...]:
         ours, control = cases[f"press round {number}"], cases[f"press control round {number}"]["baseline"]
@@ -115,10 +116,10 @@ def press() -> Figure:
     )
     first = cases["press round 1"]
     caption = (
-        "The same engine and GPU; medians of three alternated runs. Round 1 computes and stores: "
+        "The same engine, another H200; medians of three alternated runs. Round 1 computes and stores: "
         f"{first['value'] / 1000:.1f} thousand, plain vLLM {first['baseline'] / 1000:.1f}."
     )
-    return Figure(name="press", result=VLLM_GPU, chart=chart, caption=caption)
+    return Figure(name="press", result=VLLM_PRESS, chart=chart, caption=caption)
 
 
 def served() -> Figure:
