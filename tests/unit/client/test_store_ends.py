@@ -84,9 +84,9 @@ async def test_memory_is_mapped_before_the_first_call_and_no_more_once_it_is_clo
             assert own
             async with pool_of(store) as pool:
                 pool.prepare()
-                await eventually(lambda: mapped() >= 2 * own, WAIT_S)
+                await eventually(lambda: mapped() > own, WAIT_S)
+                assert mapped() == own + 1, "what the tenant has: others may need the rest"
                 await stored(pool)
-                assert mapped() == 2 * own
             await eventually(lambda: mapped() == own, WAIT_S)
 
 

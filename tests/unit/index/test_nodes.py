@@ -104,6 +104,20 @@ def test_a_refresh_takes_bounded_steps_and_keeps_renewals_that_come_meanwhile() 
     assert [node.load.page_count for node in table.live_nodes(98.0)] == [5]
 
 
+def test_a_node_that_renews_and_then_ends_during_a_refresh_does_not_stop_it() -> None:
+    table = NodeTable()
+    replace_all(table, [record(1), record(2)], 0.0)
+    steps = table.replacing([record(1), record(2)], asked_at_s=1.0)
+    next(steps)
+    assert table.renewed(record(1).info.node_id, 1, NodeLoad(), 9.0)
+    table.forget(record(1).info.node_id)
+    for _ in steps:
+        pass
+    assert [node.info.node_id[0] for node in table.live_nodes(2.0)] == [1, 2], (
+        "as the store said; the end is made again"
+    )
+
+
 def test_infos_and_loads_survive_the_store() -> None:
     info = NodeInfo(
         node_id=bytes(range(16)),

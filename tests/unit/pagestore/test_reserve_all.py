@@ -81,7 +81,7 @@ def kind(answer: Slot | Admission | KvPoolError | SpaceNeed | None) -> object:
     return (answer.segment.segment_id, answer.index) if isinstance(answer, Slot) else answer
 
 
-@pytest.mark.parametrize("numbers", [range(40, 44), [2, 3, 40], [6, 50, 7, 51], range(40, 47)])
+@pytest.mark.parametrize("numbers", [range(40, 44), [2, 3], [6, 50, 7, 51], range(40, 47)])
 def test_they_get_what_they_would_get_one_by_one(numbers: Sequence[int]) -> None:
     sides = Side(), Side()
     for side in sides:
@@ -96,6 +96,16 @@ def test_they_get_what_they_would_get_one_by_one(numbers: Sequence[int]) -> None
     assert first.table.writer_bytes == second.table.writer_bytes
     for kinds in (PagesEvicted, PagesLeft, StagingChanged, PagesUsed):
         assert sum(isinstance(event, kinds) for event in first.said) <= 1
+
+
+def test_no_page_that_is_there_makes_room_for_another_of_the_span() -> None:
+    side = Side()
+    side.one_by_one(range(SLOTS))
+    side.commit()
+    before = side.staged
+    side.said.clear()
+    assert side.together([*range(40, 47), 7, 6]) is None
+    assert side.staged == before and not side.session.writes and not side.said
 
 
 def test_others_hear_once_of_all_that_made_room() -> None:
@@ -133,26 +143,10 @@ def test_nothing_changes_where_not_all_may_have_a_slot() -> None:
         if side is refusing:
             side.rules.set_rules((refuse,))
         side.said.clear()
-        assert side.together([0, 1, 2, 3, 4]) is None
+        assert side.together([1, 2, 3, 4]) is None
         assert not side.said and not side.session.writes and side.table.writer_bytes == 0
     assert [request.size_bytes for request in asked] == [4 * SLOT_BYTES], "the rules are asked for all bytes at once"
     assert refusing.together([0]) == [Admission.EXISTS], "which needs no bytes"
-
-
-def test_a_rule_that_made_room_may_have_given_up_what_was_asked_for() -> None:
-    side = Side()
-    side.one_by_one([0, 1])
-    side.commit()
-
-    def give_up(request: AdmissionRequest) -> None:
-        slot = side.table.find(page_key(0))
-        if slot is not None:
-            side.table.give_up(slot)
-
-    side.rules.set_rules((give_up,))
-    assert side.together([0, 1, 2]) is None and not side.session.writes
-    answers = side.one_by_one([0, 1, 2])
-    assert answers[1] is Admission.EXISTS and len(side.session.writes) == 2
 
 
 def test_pages_that_are_to_be_pinned_are_asked_for_one_by_one() -> None:

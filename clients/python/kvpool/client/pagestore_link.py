@@ -38,11 +38,13 @@ class PagestoreLink:
         on_open: Callable[[PageStoreSession], None] = lambda session: None,
         slots_out: Callable[[], int] = lambda: 0,
         retry_interval_s: float = RETRY_INTERVAL_S,
+        share_bytes: int = 0,
     ) -> None:
-        """on_open: takes each session that was opened. slots_out: slots of it that are in use, beside `use`."""
+        """on_open: takes each session that was opened. slots_out: slots of it that are in use, beside `use`.
+        share_bytes: what the tenant is to have when it prepares, see PageStoreSession.prepare."""
         self._plan, self._config = plan, config
         self._on_map, self._on_open, self._slots_out = on_map, on_open, slots_out
-        self._retry_interval_s = retry_interval_s
+        self._retry_interval_s, self._share_bytes = retry_interval_s, share_bytes
         self._keyspaces = dict(plan.keyspaces)  # that the session knows
         self._opening: asyncio.Task[PageStoreSession] | None = None
         self._users = 0
@@ -94,7 +96,7 @@ class PagestoreLink:
         no more to give. Raises what the session raises; it is tried again in the background then."""
         self._prepares = True
         try:
-            await (await self._live()).prepare(0)
+            await (await self._live()).prepare(self._share_bytes)
         except BaseException:
             self._unprepared.set()
             raise
@@ -196,7 +198,7 @@ class PagestoreLink:
 
     async def _prepared(self, session: PageStoreSession) -> bool:
         try:
-            await session.prepare(0)
+            await session.prepare(self._share_bytes)
         except (KvPoolError, OSError) as error:
             _log.warning("arena memory is not ready yet, tried again in up to %g s: %s", PREPARE_RETRY_MAX_S, error)
             return False

@@ -73,7 +73,13 @@ class ArenaTransport:
 
     def __init__(self, config: StoreConfig, peer_name: str, threads: Executor) -> None:
         plan = SessionPlan(endpoint=config.pagestore, peer_name=peer_name)
-        self.link = PagestoreLink(plan, config.client, on_map=fill_segment, retry_interval_s=config.retry_interval_s)
+        self.link = PagestoreLink(
+            plan,
+            config.client,
+            on_map=fill_segment,
+            retry_interval_s=config.retry_interval_s,
+            share_bytes=1,  # what the tenant has, and no more: others may need the rest
+        )
         self._config, self._threads = config, threads
         self._preparing: asyncio.Task[None] | None = None
 
@@ -88,7 +94,7 @@ class ArenaTransport:
         return self.link.connected
 
     def prepare(self) -> None:
-        """Begin to map the arena, and to fill in its page tables, which takes 0.1 s a GiB. Idempotent."""
+        """Begin to map what the tenant has of the arena, and to fill in its page tables: 0.1 s a GiB. Idempotent."""
         if self._preparing is None:
             self._preparing = asyncio.create_task(self._prepare(), name="kvpool arena")
 

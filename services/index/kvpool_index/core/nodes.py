@@ -112,6 +112,8 @@ class NodeTable:
         if record is not None:
             del self._expires_at_s[node_id]
             self._ids.pop(record.ordinal, None)
+        if self._renewed is not None:
+            self._renewed.pop(node_id, None)
 
     def live_by_ordinal(self, ordinal: int, now_s: float) -> NodeInfo | None:
         """The node of an ordinal if its lease has not ended."""

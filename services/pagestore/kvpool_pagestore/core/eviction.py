@@ -249,7 +249,7 @@ class EvictionPolicy(Generic[K]):
             self.touch_row(row)
 
     def touch_row(self, row: int) -> None:
-        """The same by the key's number, as for other changes below: the key must be inside."""
+        """The same by the row of a key that is inside."""
         if self._window.now - self._last_use[row] >= self._count // _SAME_USE_SHARE:
             self._use(row, self._last_use[row], is_hit=True)
 
@@ -260,7 +260,7 @@ class EvictionPolicy(Generic[K]):
             self.hold_row(row)
 
     def hold_row(self, row: int) -> None:
-        """The same by the key's number."""
+        """The same by the row of a key that is inside."""
         self._flags[row] |= _HELD
         if self._class[row]:
             self._unlink(row)
@@ -272,7 +272,7 @@ class EvictionPolicy(Generic[K]):
             self.release_row(row)
 
     def release_row(self, row: int) -> None:
-        """The same by the key's number."""
+        """The same by the row of a key that is inside."""
         self._flags[row] &= ~_HELD
         self._place(row)
 

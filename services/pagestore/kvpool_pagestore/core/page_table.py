@@ -219,7 +219,8 @@ class PageTable:
         """`reserve_slot` for different pages of one keyspace with slots of one size, in far less time than one by one.
 
         Slots have the session's last lease ids, in order. None for a page for which room must be made first. None in
-        all, and nothing reserved, if a window, budget or rule stands in the way of any page, or a rule made room.
+        all, and nothing reserved, if a window, budget or rule stands in the way of any page, or some are there: room for
+        others could be made of them.
         """
         answers: list[Slot | Admission | None] = []
         used: list[Slot] = []
@@ -231,13 +232,13 @@ class PageTable:
             else:
                 answers.append(Admission.PENDING if self.is_coming(record.key) else None)
         lacking = [at for at, answer in enumerate(answers) if answer is None]
-        size_bytes, ready_count = len(lacking) * slot_bytes, self.ready_count
+        size_bytes = len(lacking) * slot_bytes
         if (
-            len(session.writes) + len(lacking) > session.max_leases
+            (used and lacking)
+            or len(session.writes) + len(lacking) > session.max_leases
             or self.writer_bytes + size_bytes > self._limits.writer_bytes
             or any(records[at].metadata.pinned_until_us for at in lacking)  # a rule counts each pin by itself
             or (lacking and self._refusal(AdmissionPurpose.STORE, records[lacking[0]], size_bytes) is not None)
-            or self.ready_count != ready_count  # of pages that are among these, maybe
         ):
             return None
         if used:

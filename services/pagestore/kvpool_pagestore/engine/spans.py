@@ -176,31 +176,30 @@ class SpanCalls:
 
         slot_bytes: of all pages, if they are different ones with slots of one size; else 0.
         """
-        absent: list[int] = []
-        for page in pages:
-            if self._is_on_disk(records[page].key):
-                self._note(page, records[page], Admission.EXISTS, 0, answered)
-            else:
-                absent.append(page)
         session, answers = peer.session, None
-        if slot_bytes:
+        # Where some are on disk, room for others could be made of them.
+        if slot_bytes and not any(self._is_on_disk(records[page].key) for page in pages):
             lease_id = session.last_lease_id
-            answers = self._table.reserve_all(session, [records[page] for page in absent], slot_bytes)
+            answers = self._table.reserve_all(session, [records[page] for page in pages], slot_bytes)
         if answers is not None:
             left: list[int] = []
-            for page, found in zip(absent, answers, strict=True):
+            for page, found in zip(pages, answers, strict=True):
                 if found is None:
                     left.append(page)
                     continue
                 lease_id += isinstance(found, Slot)
                 self._note(page, records[page], found, lease_id, answered)
             return left
-        for at, page in enumerate(absent):
-            record = records[page]
-            answer = self._table.reserve_slot(session, record, slot_bytes_for(record.page_bytes))
-            if isinstance(answer, SpaceNeed):
-                return absent[at:]
-            self._note(page, record, answer, session.last_lease_id, answered)
+        with self._events.merged():
+            for at, page in enumerate(pages):
+                record = records[page]
+                if self._is_on_disk(record.key):
+                    self._note(page, record, Admission.EXISTS, 0, answered)
+                    continue
+                answer = self._table.reserve_slot(session, record, slot_bytes_for(record.page_bytes))
+                if isinstance(answer, SpaceNeed):
+                    return pages[at:]
+                self._note(page, record, answer, session.last_lease_id, answered)
         return ()
 
     def _note(
