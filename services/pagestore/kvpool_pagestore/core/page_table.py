@@ -219,8 +219,7 @@ class PageTable:
         """`reserve_slot` for different pages of one keyspace with slots of one size, in far less time than one by one.
 
         Slots have the session's last lease ids, in order. None for a page for which room must be made first. None in
-        all, and nothing reserved, if a window, budget or rule stands in the way of any page, or some are there: others
-        could take their place.
+        all, and nothing reserved, where a window, budget or rule stands in the way, or others could replace some.
         """
         answers: list[Slot | Admission | None] = []
         used: list[Slot] = []
