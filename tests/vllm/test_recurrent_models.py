@@ -194,8 +194,7 @@ def test_a_tiny_cache(served: Served, cluster: Cluster) -> None:
     shared = prompt(2 * block, seed=7)
     prompts = [shared + prompt(40 + 30 * number, seed=70 + number) for number in range(6)]
     expected = [served.expected(one, new_tokens=new_tokens)[0] for one in prompts]
-    blocks = (6 if served.kind.model_runner_v2 else 7) * served.kind.groups  # fewer tokens must not fit, too
-    arguments = {**served.arguments, "num_gpu_blocks_override": blocks, "max_model_len": 5 * block}
+    arguments = {**served.arguments, "num_gpu_blocks_override": 7 * served.kind.groups, "max_model_len": 5 * block}
     with served.engines.start(agent=agent_of(cluster), **arguments) as engine:
         for _ in range(2):
             answers = engine.generate(*prompts, new_tokens=new_tokens, salt="tiny").tokens
