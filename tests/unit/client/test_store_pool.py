@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,14 +56,19 @@ class Index:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Callable[[Index], tuple[AsyncStorePages, OpenedShards]]:
+async def made(tmp_path: Path) -> AsyncIterator[Callable[[Index], tuple[AsyncStorePages, OpenedShards]]]:
+    pools: list[Any] = []
+
     def make(index: Index) -> tuple[AsyncStorePages, OpenedShards]:
         config = StoreConfig.of({"index_endpoints": ["unused:1"], "pagestore": f"unix:{tmp_path}/nobody"})
         pool: Any = AsyncStorePages(config, "test")
         pool._index = index
+        pools.append(pool)
         return pool, OpenedShards(space=SPACE, keyspace=KEYSPACE, hash_key=bytes(32))
 
-    return make
+    yield make
+    for pool in pools:
+        await pool._transport.close()
 
 
 Make = Callable[[Index], tuple[AsyncStorePages, OpenedShards]]
