@@ -95,7 +95,7 @@ def _device() -> type:
             libc.getppid()
 
         def wait(self) -> None:
-            time.sleep(max(0.0, self._ends_s - time.perf_counter()))
+            time.sleep(max(0.0, self._ends_s - time.perf_counter()))  # what the link takes is what is played
 
         def passed(self) -> bool:
             return time.perf_counter() >= self._ends_s

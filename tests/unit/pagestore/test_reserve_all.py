@@ -98,22 +98,23 @@ def test_they_get_what_they_would_get_one_by_one(numbers: Sequence[int]) -> None
         assert sum(isinstance(event, kinds) for event in first.said) <= 1
 
 
-def test_no_page_that_is_there_makes_room_for_another_of_the_span() -> None:
+def full_side() -> tuple[Side, set[bytes]]:
+    """A page table whose slots are all taken by pages that may be evicted, and the hashes of those."""
     side = Side()
     side.one_by_one(range(SLOTS))
     side.commit()
-    before = side.staged
     side.said.clear()
+    return side, side.staged
+
+
+def test_no_page_that_is_there_makes_room_for_another_of_the_span() -> None:
+    side, before = full_side()
     assert side.together([*range(40, 47), 7, 6]) is None
     assert side.staged == before and not side.session.writes and not side.said
 
 
 def test_others_hear_once_of_all_that_made_room() -> None:
-    side = Side()
-    side.one_by_one(range(SLOTS))
-    side.commit()
-    before = side.staged
-    side.said.clear()
+    side, before = full_side()
     assert side.together(range(40, 43)) is not None
     changed, freed, left, evicted, held = side.said
     assert isinstance(changed, StagingChanged) and not changed.present

@@ -155,7 +155,7 @@ class AsyncStorePages:
         self.counts = StoreCounts()
 
     def prepare(self) -> None:
-        """Begin to map the pagestore's memory, so that the first call finds it in place. `open` does it, too."""
+        """Begin to map the pagestore's memory, so that the first call finds it in place."""
         self._transport.prepare()
 
     async def open(self, space: KeyspaceShards) -> OpenedShards:
@@ -167,7 +167,6 @@ class AsyncStorePages:
         known = self._spaces.get(space)
         if known is not None:
             return known
-        self.prepare()
         async with self._opening:
             loop = asyncio.get_running_loop()
             if space in self._spaces:

@@ -26,17 +26,11 @@ class StorePages:
         self._loop = BackgroundLoop("kvpool-direct")
 
         async def make() -> AsyncStorePages:
-            return AsyncStorePages(config, peer_name)
+            pool = AsyncStorePages(config, peer_name)
+            pool.prepare()
+            return pool
 
         self._pool = self._loop.run(make)
-
-    def prepare(self) -> None:
-        """See AsyncStorePages."""
-
-        async def prepare() -> None:
-            self._pool.prepare()
-
-        self._loop.run(prepare)
 
     def open(self, space: KeyspaceShards) -> OpenedShards | None:
         """None when the index cannot be asked now. raises: what the configuration must change."""

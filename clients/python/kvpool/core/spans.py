@@ -160,8 +160,9 @@ class SpanAnswer:
     failed: tuple[tuple[int, KvPoolError | None], ...] = ()
 
 
+NO_PAGES: Int32s = np.zeros(0, np.int32)
 NO_GRANTS = PageGrants(
-    pages=np.zeros(0, np.int32),
+    pages=NO_PAGES,
     lease_ids=np.zeros(0, np.int64),
     segment_ids=np.zeros(0, np.int64),
     offsets=np.zeros(0, np.int64),

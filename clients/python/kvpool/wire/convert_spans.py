@@ -10,7 +10,7 @@ from kvpool.core.addresses import check_address
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.retention import Retention
-from kvpool.core.spans import NO_GRANTS, Int32s, PageGrants, PageSpan, SpanAnswer
+from kvpool.core.spans import NO_GRANTS, NO_PAGES, Int32s, PageGrants, PageSpan, SpanAnswer
 from kvpool.v1 import common_pb2
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert import check_count, check_id, convert_items, item_error_from_proto, item_error_to_proto
@@ -18,7 +18,6 @@ from kvpool.wire.convert import check_count, check_id, convert_items, item_error
 MAX_SOURCES = 16
 """Of one page, besides this node."""
 _MAX_CHUNK_INDEX = (1 << 48) - 1
-_NO_PAGES = np.zeros(0, np.int32)
 
 
 def remote_source_to_proto(source: RemoteSource) -> pb.RemoteSource:
@@ -149,7 +148,7 @@ class AnsweredPages:
 
 def _pages(numbers: Collection[int], page_count: int) -> Int32s:
     if not numbers:
-        return _NO_PAGES
+        return NO_PAGES
     pages = np.array(numbers, np.int64)
     if int(pages.max()) >= page_count:
         raise InvalidRequest(f"an answer names page {int(pages.max())} of {page_count}")

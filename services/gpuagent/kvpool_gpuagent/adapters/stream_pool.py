@@ -18,7 +18,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
-from kvpool.core.spans import Bytes, Int32s, PageSpan
+from kvpool.core.spans import NO_PAGES, Bytes, Int32s, PageSpan
 from kvpool_gpuagent.adapters.page_streams import BounceBuffers, PageReading, PageRequest, PeerClients
 from kvpool_gpuagent.core.pages import AcquiredPages, PageSlots, ReservedPages, no_slots
 from kvpool_gpuagent.core.sources import LoadSource
@@ -26,7 +26,6 @@ from kvpool_gpuagent.core.sources import LoadSource
 WRITE_TIMEOUT_S = 60.0
 RESERVE_WAIT_S = 3.0  # of a store, for the index and for other stores of this agent to end
 _WINDOW_PAGES_MAX = 256
-_NO_PAGES: Int32s = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class StreamPool:
     async def reserve(self, span: PageSpan, chain_head_hash: bytes) -> ReservedPages:
         """See ports.PagePool. What the index knows already is not written again."""
         if not span.page_count:
-            return ReservedPages(no_slots(), _NO_PAGES, _NO_PAGES)
+            return ReservedPages(no_slots(), NO_PAGES, NO_PAGES)
         try:
             async with asyncio.timeout(RESERVE_WAIT_S):
                 return await self._reserve(span, chain_head_hash)
@@ -109,7 +108,7 @@ class StreamPool:
         target = _Target(nodes[0].bulk_endpoint, nodes[0].incarnation)
         leases = [_PageBuffer(buffer, target) for buffer in buffers]
         slots = _slots(missing, leases, np.zeros(missing.size, dtype=np.uint8))
-        return ReservedPages(slots, np.flatnonzero(present).astype(np.int32), _NO_PAGES)
+        return ReservedPages(slots, np.flatnonzero(present).astype(np.int32), NO_PAGES)
 
     async def commit(self, span: PageSpan, slots: PageSlots) -> Sequence[tuple[int, KvPoolError]]:
         """See ports.PagePool. Returns when the pagestores have verified the pages."""

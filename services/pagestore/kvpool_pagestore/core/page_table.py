@@ -91,7 +91,7 @@ class PageTable:
         # a page's memory), or several in the order of their shards.
         self._staged: dict[bytes, dict[bytes, Slot | tuple[Slot, ...]]] = {}
         self._writing: dict[PageKey, Slot] = {}
-        self._gone: list[tuple[PageRecord, int, bool]] = []  # see `_tell_evicted`; bytes of the slot, was it announced
+        self._gone: list[tuple[PageRecord, int, bool]] = []  # evicted; bytes of the slot, was it announced
         self._filling: dict[PageKey, list[Slot]] = {}  # more than one: the page is asked of two sources at once
 
     # Looking
@@ -206,7 +206,7 @@ class PageTable:
         if refused is not None:
             return refused
         slot = self.space.allocate(session.tenant, slot_bytes)
-        self._tell_evicted()
+        self._publish_evicted()
         if isinstance(slot, SpaceNeed):
             return slot
         self._events.publish(BytesHeld(record.key.keyspace, slot_bytes))
@@ -243,7 +243,7 @@ class PageTable:
         if used:
             self._use(used)
         slots = self.space.allocate_all(session.tenant, slot_bytes, len(lacking))
-        self._tell_evicted()
+        self._publish_evicted()
         if slots:
             self._events.publish(BytesHeld(records[lacking[0]].key.keyspace, len(slots) * slot_bytes))
         for at, slot in zip(lacking, slots, strict=False):
@@ -293,7 +293,7 @@ class PageTable:
         if self._refusal(AdmissionPurpose.FILL, record, slot_bytes) is not None:
             return SpaceNeed.QUOTA
         slot = self.space.allocate(tenant, slot_bytes)
-        self._tell_evicted()
+        self._publish_evicted()
         if isinstance(slot, SpaceNeed):
             return slot
         self._events.publish(BytesHeld(record.key.keyspace, slot_bytes))
@@ -421,7 +421,7 @@ class PageTable:
         assert slot.evictable
         self._evicted(slot)
         self.space.free(slot)
-        self._tell_evicted()
+        self._publish_evicted()
 
     def drop(self, key: PageKey) -> bool:
         """Make a page invisible at once; its slot comes back after its last use. False if it is not in staging."""
@@ -536,7 +536,7 @@ class PageTable:
             self._events.publish(StagingChanged((slot.page,), False))
 
     def _unlist(self, slot: Slot) -> bool:
-        """Make a page invisible and tell no one; whether it was announced."""
+        """Make a page invisible, without an event; whether it was announced."""
         keyspace, chunk_hash, _ = slot.page.key
         chunks = self._staged[keyspace]
         slots = chunks[chunk_hash]
@@ -553,10 +553,10 @@ class PageTable:
         return was_announced
 
     def _evicted(self, slot: Slot) -> None:
-        """The page makes room for another; `_tell_evicted` says so at the end of the call."""
+        """The page makes room for another; `_publish_evicted` follows at the end of the call."""
         self._gone.append((slot.page, slot.size_bytes, self._unlist(slot)))
 
-    def _tell_evicted(self) -> None:
+    def _publish_evicted(self) -> None:
         if not self._gone:
             return
         gone, self._gone = self._gone, []

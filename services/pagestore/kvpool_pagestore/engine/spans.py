@@ -14,7 +14,7 @@ from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
-from kvpool.core.spans import NO_GRANTS, PageGrants, PageSpan, SpanAnswer
+from kvpool.core.spans import NO_GRANTS, NO_PAGES, PageGrants, PageSpan, SpanAnswer
 from kvpool_pagestore.core.events import PagesRead
 from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed, slot_bytes_for
@@ -28,9 +28,6 @@ OnAnswer = Callable[[SpanAnswer, bool], None]
 """Gets pages as they are answered, each once; True with the last ones. Called on the loop."""
 
 SOURCE_NUMBERS = {Source.STAGING: 1, Source.DISK: 2, Source.REMOTE: 3}  # of kvpool.v1.Source
-
-
-_NO_PAGES = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -59,8 +56,8 @@ class _Answered:
             )
         return SpanAnswer(
             granted=granted,
-            exists=np.array(self.exists, np.int32) if self.exists else _NO_PAGES,
-            pending=np.array(self.pending, np.int32) if self.pending else _NO_PAGES,
+            exists=np.array(self.exists, np.int32) if self.exists else NO_PAGES,
+            pending=np.array(self.pending, np.int32) if self.pending else NO_PAGES,
             failed=tuple(self.failed),
         )
 

@@ -87,7 +87,6 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         self._jobs = TierJobs(region, self._chunk_bytes, known, max(store_bytes_max, self._chunk_bytes))
         shorten_switch_interval()
         self._pages = StorePages(store, "vllm tier")
-        self._pages.prepare()  # the keyspace is opened at the first step, when a request waits
         self._lookups = TierLookups(known, self._settings.lookup_timeout_s)
         self._epoch, self._resets = "", 0
         self._chunks: ClusterChunks | None = None
