@@ -23,6 +23,7 @@ from typing import Any
 from bench.vllm_gpu.about import about
 from bench.vllm_gpu.cases import cases
 from bench.vllm_gpu.engines import SHAPES, EngineOptions
+from bench.vllm_gpu.host_usage import HostUsage
 from bench.vllm_gpu.phases import PHASES, Plan
 from bench.vllm_gpu.samples import Collected, Recorder, Sample, Samples
 
@@ -189,18 +190,19 @@ def _run_list(arguments: argparse.Namespace) -> int:
         if left_s < step.seconds:
             print(json.dumps({"left out": step.name, "would take": step.seconds, "left_s": round(left_s)}), flush=True)
             continue
-        began_s = time.monotonic()
+        began_s, usage = time.monotonic(), HostUsage(arguments.agent)
         collected = Collected()
         code = _run_phase(arguments, step, left_s, collected)
         samples += collected.samples
-        notes[step.name] = {**collected.notes, "exit": code, "seconds": round(time.monotonic() - began_s)}
+        host = {"host, processors": usage.document(), "exit": code, "seconds": round(time.monotonic() - began_s)}
+        notes[step.name] = {**collected.notes, **host}
         found = cases(Samples(samples), _options(arguments).token_bytes)
         for name, case in found.items():
             if shown.get(name) != case:
                 print(json.dumps({"case": name, **case}), flush=True)
         shown = found
         result.write_text(json.dumps({"about": about(), "cases": found, "notes": notes}, indent=1) + "\n")
-        print(json.dumps({"done": step.name, "exit": code, "seconds": notes[step.name]["seconds"]}), flush=True)
+        print(json.dumps({"done": step.name, **host}), flush=True)
     return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 from bench.vllm_gpu.engines import Engine, prompt, start_all
+from bench.vllm_gpu.host_usage import cluster_file
 from bench.vllm_gpu.phases import Plan
 from bench.vllm_gpu.samples import Recorder
 
@@ -82,7 +83,7 @@ def run_kills(plan: Plan, record: Recorder) -> None:
     asked = _Asked(engine, heads, 980_000_000 + 100_000 * plan.salt)
     asked.go_round()
     asked.go_round()
-    killer = _Killer(engine, asked, _cluster(plan.options.agent), Random(plan.salt))
+    killer = _Killer(engine, asked, cluster_file(plan.options.agent), Random(plan.salt))
     hit = dict.fromkeys(VICTIMS, 0)
     for number in range(_SPARE * plan.kills):
         for place, victim in enumerate(VICTIMS):
@@ -188,11 +189,6 @@ class _Killer:
 
 def _loaded_chunks(engine: Engine) -> float:
     return engine.counters().get("kvpool_loaded_chunks", 0.0)
-
-
-def _cluster(agent: str) -> Path:
-    """The state file of the cluster whose agent this is."""
-    return Path(agent.removeprefix("unix:")).parent.parent / "cluster.json"
 
 
 def _pid(cluster: Path, name: str) -> int:
