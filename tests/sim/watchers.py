@@ -113,6 +113,7 @@ class Watcher:
             case ResyncEvent():
                 self.resync_count += 1
                 self._seen.clear()
+                self._alive.clear()  # among what was missed may be a node's return
 
     def _version_before_beginning(self, chunk: bytes) -> int:
         """The newest of the chunk's events that came before the watch, or that the last RESYNC took the place of."""
