@@ -190,9 +190,10 @@ def test_states_of_generated_tokens_are_found_again(served: Served) -> None:
 
 def test_a_tiny_cache(served: Served, cluster: Cluster) -> None:
     block = served.kind.block
-    new_tokens = block // 2 if served.kind.model_runner_v2 else block
+    new_tokens = 48
     shared = prompt(2 * block, seed=7)
-    prompts = [shared + prompt(40 + 30 * number, seed=70 + number) for number in range(6)]
+    # All of them want another block soon after their first tokens.
+    prompts = [shared + prompt(block - 8 - 6 * number, seed=70 + number) for number in range(6)]
     expected = [served.expected(one, new_tokens=new_tokens)[0] for one in prompts]
     arguments = {**served.arguments, "num_gpu_blocks_override": 7 * served.kind.groups, "max_model_len": 5 * block}
     with served.engines.start(agent=agent_of(cluster), **arguments) as engine:
