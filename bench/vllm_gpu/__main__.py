@@ -23,7 +23,7 @@ from typing import Any
 from bench.vllm_gpu.about import about
 from bench.vllm_gpu.cases import cases
 from bench.vllm_gpu.engines import SHAPES, EngineOptions
-from bench.vllm_gpu.host_usage import HostUsage
+from bench.vllm_gpu.host_usage import UsageSample, used
 from bench.vllm_gpu.phases import PHASES, Plan
 from bench.vllm_gpu.samples import Collected, Recorder, Sample, Samples
 
@@ -42,13 +42,13 @@ class Step:
 
 LISTS = {
     "quick": [
-        Step("ttft", "ttft --kinds plain,kvpool --count 4 --runs 1", 80),
+        Step("ttft", "ttft --kinds plain,kvpool --count 4 --runs 1", 90),
         Step("load", "load --kinds kvpool --count 4", 40),
         Step("press", "press --kinds control,offload,kvpool --concurrency 4,24", 110),
         Step("press-simple", "press --kinds simple", 45),
     ],
     "final-1": [
-        Step("ttft", "ttft --kinds plain,kvpool,reader --count 10 --runs 5", 230),
+        Step("ttft", "ttft --kinds plain,kvpool,reader --count 10 --runs 5", 255),
         Step("load", "load --kinds kvpool --count 8", 60),
         Step("bytes", "bytes --rounds 2 --prefixes 24", 90),
         Step("zeroed", "zeroed --count 4", 40),
@@ -75,7 +75,7 @@ LISTS = {
     ],
     "hybrid": [  # with `--shape windows --lengths 16384` and `--shape states --lengths 16448`
         # With CUDA graphs an engine of `windows` takes 144 s to start.
-        Step("ttft", "ttft --kinds plain,kvpool --count 4 --runs 5 --eager", 190),
+        Step("ttft", "ttft --kinds plain,kvpool --count 4 --runs 5 --eager", 195),
         Step("load", "load --kinds kvpool --count 4 --eager", 100),
     ],
     "cpu": [
@@ -118,7 +118,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=540.0, help="`all` begins nothing that would take longer")
     parser.add_argument("--out", type=Path, default=Path("vllm-gpu"), help="directory")
     parser.add_argument("--kinds", "--kind", default="kvpool", help="of engines, with commas between")
-    parser.add_argument("--agent", default="", help="endpoint, unix:/path")
+    parser.add_argument("--agent", default="", help="endpoint: unix:/path, or auto:/directory")
     parser.add_argument("--root", type=Path, default=Path("/tmp/vllm-gpu-model"), help="where the model's config goes")
     parser.add_argument("--shape", default="8b", choices=tuple(SHAPES))
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, for a quick try")
@@ -190,19 +190,20 @@ def _run_list(arguments: argparse.Namespace) -> int:
         if left_s < step.seconds:
             print(json.dumps({"left out": step.name, "would take": step.seconds, "left_s": round(left_s)}), flush=True)
             continue
-        began_s, usage = time.monotonic(), HostUsage(arguments.agent)
+        before = UsageSample.take(arguments.agent)
         collected = Collected()
         code = _run_phase(arguments, step, left_s, collected)
         samples += collected.samples
-        host = {"host, processors": usage.document(), "exit": code, "seconds": round(time.monotonic() - began_s)}
-        notes[step.name] = {**collected.notes, **host}
+        after = UsageSample.take(arguments.agent)
+        ended = {"exit": code, "seconds": round(after.at_s - before.at_s), "processors": used(before, after)}
+        notes[step.name] = {**collected.notes, **ended}
         found = cases(Samples(samples), _options(arguments).token_bytes)
         for name, case in found.items():
             if shown.get(name) != case:
                 print(json.dumps({"case": name, **case}), flush=True)
         shown = found
         result.write_text(json.dumps({"about": about(), "cases": found, "notes": notes}, indent=1) + "\n")
-        print(json.dumps({"done": step.name, **host}), flush=True)
+        print(json.dumps({"done": step.name, **ended}), flush=True)
     return 0
 
 

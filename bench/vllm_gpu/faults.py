@@ -11,9 +11,10 @@ from pathlib import Path
 from random import Random
 
 from bench.vllm_gpu.engines import Engine, prompt, start_all
-from bench.vllm_gpu.host_usage import cluster_file
+from bench.vllm_gpu.host_usage import state_directory
 from bench.vllm_gpu.phases import Plan
 from bench.vllm_gpu.samples import Recorder
+from kvpool_cli.state import state_file
 
 VICTIMS = ("agent-0", "pagestore-0", "index-0", "redis")
 _BACK_S = 120.0  # `kvpool cluster up` starts a process again at once, or up to 30 s after its last start
@@ -83,7 +84,7 @@ def run_kills(plan: Plan, record: Recorder) -> None:
     asked = _Asked(engine, heads, 980_000_000 + 100_000 * plan.salt)
     asked.go_round()
     asked.go_round()
-    killer = _Killer(engine, asked, cluster_file(plan.options.agent), Random(plan.salt))
+    killer = _Killer(engine, asked, _cluster(plan.options.agent), Random(plan.salt))
     hit = dict.fromkeys(VICTIMS, 0)
     for number in range(_SPARE * plan.kills):
         for place, victim in enumerate(VICTIMS):
@@ -189,6 +190,14 @@ class _Killer:
 
 def _loaded_chunks(engine: Engine) -> float:
     return engine.counters().get("kvpool_loaded_chunks", 0.0)
+
+
+def _cluster(agent: str) -> Path:
+    """Return the state file of the cluster whose agent this is. Raises ValueError if the endpoint does not say it."""
+    directory = state_directory(agent)
+    if directory is None:
+        raise ValueError(f"kills need `--agent unix:DIRECTORY/run/agent-0.sock` of `kvpool cluster up`, not {agent!r}")
+    return state_file(directory)
 
 
 def _pid(cluster: Path, name: str) -> int:

@@ -17,7 +17,7 @@ SMALL_TOKENS = 128
 NEW_TOKENS = 16  # of a request of `press`
 _MATCHABLE_S = 1.0
 _SETTLE_S = 1.0  # between rounds: stores go on behind the last answer
-_REST_S = 0.3  # a GPU that has just computed for another engine is slower: 3 % of a prompt of 16,384 tokens
+_REST_S = 0.3  # before each first token: so no engine's prompt comes right after another's, on a warmer GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,8 @@ def tail(plan: Plan, tokens: int, number: int, asked: int) -> list[int]:
 
 
 def run_ttft(plan: Plan, record: Recorder) -> None:
-    """TTFT of prompts that no cache has, on each kind in turn; kvpool stores them. Plain: of a repetition, too.
+    """TTFT of prompts that no cache has, on each kind in turn after a rest; kvpool stores them. Plain: of a repetition,
+    too.
 
     The prompts that `load` begins with come last. With a `reader`, another engine asks for each prompt of 8,192 tokens
     or more one second after it was computed.

@@ -113,7 +113,9 @@ class Watcher:
             case ResyncEvent():
                 self.resync_count += 1
                 self._seen.clear()
-                self._alive.clear()  # among what was missed may be a node's return
+                # Among what was missed may be a node's return.
+                nodes = self._world.redis.store.nodes._nodes.items()
+                self._alive = {node_id: 0 if node.ended else node.info.incarnation for node_id, node in nodes}
 
     def _version_before_beginning(self, chunk: bytes) -> int:
         """The newest of the chunk's events that came before the watch, or that the last RESYNC took the place of."""
