@@ -328,6 +328,21 @@ async def test_groups_of_a_keyspace_that_is_not_known_are_not_listed(index: Runn
             await anext(one.client.list_chain_groups(secrets.token_bytes(16)))
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_it_ends_although_a_listing_becomes_due_at_that_moment(index: RunningIndex, turns: int) -> None:
+    """turns: of the event loop, between what makes it due and the end."""
+    keyspace = await open_keyspace(index.stub)
+    async with asking(index, keyspace) as one:
+        await eventually(lambda: one.replica.is_current and one.replica.listing_count > 0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        one.replica.open_keyspace(secrets.token_bytes(16), ShardGrid.of(spec_from_proto(spec())))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await one.replica.close()
+
+
 def test_bounds_are_checked() -> None:
     for wrong in ({"capacity_bytes": 0}, {"max_lag_s": 0.0}, {"max_absence_lag_s": 0.0}, {"list_every_s": 0.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -169,8 +169,10 @@ class LocationReplica:
         backoff = Backoff(max(config.backoff_initial_s, _LIST_AGAIN_S), max(config.backoff_max_s, _LIST_AGAIN_MAX_S))
         pause_s = self._list_every_s
         while True:
+            # Not asyncio.wait_for: before Python 3.12 it drops a cancellation that comes when the wait has just ended.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._to_be_listed.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._to_be_listed.wait()
             self._to_be_listed.clear()
             try:
                 await self._list()
