@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from bench.vllm_gpu.engines import Engine, prompt, start_all
 from bench.vllm_gpu.host_usage import state_directory
 from bench.vllm_gpu.phases import Plan
 from bench.vllm_gpu.samples import Recorder
-from kvpool_cli.state import state_file
+from kvpool_cli.state import read_state
 
 VICTIMS = ("agent-0", "pagestore-0", "index-0", "redis")
 _BACK_S = 120.0  # `kvpool cluster up` starts a process again at once, or up to 30 s after its last start
@@ -84,7 +83,7 @@ def run_kills(plan: Plan, record: Recorder) -> None:
     asked = _Asked(engine, heads, 980_000_000 + 100_000 * plan.salt)
     asked.go_round()
     asked.go_round()
-    killer = _Killer(engine, asked, _cluster(plan.options.agent), Random(plan.salt))
+    killer = _Killer(engine, asked, _state_directory(plan.options.agent), Random(plan.salt))
     hit = dict.fromkeys(VICTIMS, 0)
     for number in range(_SPARE * plan.kills):
         for place, victim in enumerate(VICTIMS):
@@ -176,7 +175,7 @@ class _Killer:
         try:
             pid = _pid(self._cluster, victim)
             os.kill(pid, 0)
-        except (ProcessLookupError, StopIteration, ValueError):
+        except (ProcessLookupError, StopIteration):
             return False
         return pid != self._killed_pid
 
@@ -192,17 +191,19 @@ def _loaded_chunks(engine: Engine) -> float:
     return engine.counters().get("kvpool_loaded_chunks", 0.0)
 
 
-def _cluster(agent: str) -> Path:
-    """Return the state file of the cluster whose agent this is. Raises ValueError if the endpoint does not say it."""
+def _state_directory(agent: str) -> Path:
+    """Return the state directory of the cluster whose agent this is. Raises ValueError if the endpoint does not say
+    it."""
     directory = state_directory(agent)
     if directory is None:
         raise ValueError(f"kills need `--agent unix:DIRECTORY/run/agent-0.sock` of `kvpool cluster up`, not {agent!r}")
-    return state_file(directory)
+    return directory
 
 
-def _pid(cluster: Path, name: str) -> int:
-    processes = json.loads(cluster.read_text())["processes"]
-    return int(next(process["pid"] for process in processes if process["name"] == name))
+def _pid(directory: Path, name: str) -> int:
+    """Return the process of a service. Raises StopIteration if the cluster has none."""
+    state = read_state(directory)
+    return next(process.pid for process in (state.processes if state is not None else ()) if process.name == name)
 
 
 PHASES: dict[str, Callable[[Plan, Recorder], None]] = {"kills": run_kills}

@@ -42,7 +42,7 @@ def test_processors_used_between_two_samples() -> None:
         "busy": 2.75,
         "stolen": 0.25,
         "waiting for a disk": 0.5,
-        "services": {"agent-0 (7)": 0.5, "redis (9)": 0.0},  # the index was started anew
+        "services": {"agent-0 (7)": 0.5, "redis (9)": 0.0},  # the index was started again
     }
 
 
