@@ -108,15 +108,11 @@ class LocationReplica:
 
     async def match(self, query: ChainQuery, *, timeout_s: float | None = None) -> ChainMatch:
         """The longest covered prefix. Raises as MatchStream.match, though not where a beginning is known."""
-        known = self._table.match(query, self._clock.monotonic_s())
-        if known.matched_chunks == query.chunk_count:
-            self._on_match(MatchedBy.REPLICA)
+        known, matched_by = self.known(query)
+        self._on_match(matched_by)
+        if matched_by in (MatchedBy.REPLICA, MatchedBy.ABSENT):
             return known
         rest = _rest(query, known.matched_chunks)
-        if self._table.is_absent(rest, self._clock.monotonic_s()):
-            self._on_match(MatchedBy.ABSENT)
-            return known
-        self._on_match(MatchedBy.BOTH if known.matched_chunks else MatchedBy.INDEX)
         asked = self._table.begin()
         try:
             found = await self._index.match_stream.match(rest, timeout_s=timeout_s)
@@ -129,6 +125,19 @@ class LocationReplica:
         finally:
             self._table.end(asked)
         return _joined(known, found)
+
+    def known(self, query: ChainQuery) -> tuple[ChainMatch, MatchedBy]:
+        """What can be said of a chain now without the index, and what a match of it is answered by.
+
+        REPLICA and ABSENT: this is the whole answer. BOTH and INDEX: the index is to be asked about the rest.
+        """
+        now_s = self._clock.monotonic_s()
+        known = self._table.match(query, now_s)
+        if known.matched_chunks == query.chunk_count:
+            return known, MatchedBy.REPLICA
+        if self._table.is_absent(_rest(query, known.matched_chunks), now_s):
+            return known, MatchedBy.ABSENT
+        return known, MatchedBy.BOTH if known.matched_chunks else MatchedBy.INDEX
 
     def forget(self, query: ChainQuery) -> None:
         """What was said about these chunks proved wrong: the next match of them is the index's."""
