@@ -107,7 +107,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry), tls, tracer)
     node = servers.listen(_start_metrics(config, registry, stack))
     node = replace(node, draining=engine.drain.refuses_pages)
-    await _adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
+    await adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
     loop = asyncio.get_running_loop()
     metrics.watch(lambda: engine.read_gauges(loop))
     if isinstance(index, NodeIndexLink):
@@ -206,7 +206,7 @@ async def _load_engine(engine: PageStoreEngine, arena: MemfdArena) -> int:
         raise StartupFailed(f"the disk tier cannot be read: {error}") from error
 
 
-async def _adopt_incarnation(
+async def adopt_incarnation(
     config: PageStoreConfig,
     parts: EngineParts,
     engine: PageStoreEngine,

@@ -78,6 +78,11 @@ class DiskTier:
         """Whether what is on it counts as present."""
         return self.health.state is not DiskState.OFF
 
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of batches that are being written, for which room is made or kept."""
+        return self._promised_bytes
+
     async def load(self) -> None:
         """Build the map from what an earlier process left. Raises StoreFault."""
         for encoding in await self._readers.run(self._store.keyspaces):

@@ -77,6 +77,11 @@ class Flights:
         self._tasks = context.tasks
         self._by_key: dict[PageKey, Flight] = {}
 
+    @property
+    def count(self) -> int:
+        """Flights that are under way."""
+        return len(self._by_key)
+
     def find(self, key: PageKey) -> Flight | None:
         """The page's flight that is under way."""
         return self._by_key.get(key)

@@ -61,6 +61,11 @@ class PageCalls:
         self._commit_time = context.metrics.request_duration.labels("commit")
         self._commits = commits
 
+    @property
+    def flight_count(self) -> int:
+        """Pages that are on their way to readers: from disk, from a peer, or to be sealed."""
+        return self._flights.count
+
     async def make_durable(self, key: PageKey) -> KvPoolError | None:
         """Wait until a visible page is on disk, whatever the plan of its keyspace says; None, or why it is not."""
         if self._disk is None or self._write_back is None:

@@ -95,7 +95,7 @@ class PageStoreEngine:
         context = EngineContext(
             clock=parts.clock, tasks=self._tasks, events=self.events, metrics=metrics, tracer=parts.tracer
         )
-        tiers = self._make_tiers(parts, policies, context)
+        tiers = self._tiers = self._make_tiers(parts, policies, context)
         self.policies = Policies(policies, self._keyspaces, tiers, parts.index, context)
         self._clearing = Clearing(tiers, self._announcer, self.inventory)
         one_at_a_time = self._clearing.one_at_a_time
@@ -315,6 +315,11 @@ class PageStoreEngine:
     async def clear(self, tenant: str, keyspace: bytes) -> int:
         """Drop pages from staging, disk and index; how many. keyspace: empty means all of the tenant's."""
         return await self._tasks.finish(self._clearing.clear(self._chosen(tenant, keyspace)), "clear")
+
+    @property
+    def tiers(self) -> Tiers:
+        """Every place where this node has pages, to look at; pages are changed by the engine's calls alone."""
+        return self._tiers
 
     def gauges(self) -> StoreGauges:
         """What is true now."""
