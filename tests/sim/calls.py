@@ -242,11 +242,11 @@ class Call:
             elif method.response_streaming:
                 served = method.unary_stream(await anext(requests), context)
             else:
-                self._answer(method, await method.unary_unary(await anext(requests), context), last=True)
+                self.answer(method, await method.unary_unary(await anext(requests), context), last=True)
                 return
             if hasattr(served, "__aiter__"):
                 async for message in served:
-                    self._answer(method, message)
+                    self.answer(method, message)
             elif served is not None:
                 await served
             self._tell_end(grpc.StatusCode.OK, "", ())
@@ -264,7 +264,8 @@ class Call:
             self._server_over = True
             self._forget()
 
-    def _answer(self, method: Any, message: Any, *, last: bool = False) -> None:
+    def answer(self, method: Any, message: Any, *, last: bool = False) -> None:
+        """Send the client one message; the last one ends the call."""
         data = method.response_serializer(message)
         network = self._network
         if network.chance(network.faults.broken_stream):
@@ -302,7 +303,7 @@ class _ServerSide:
         self._call, self._method = call, method
 
     async def write(self, message: Any) -> None:
-        self._call._answer(self._method, message)
+        self._call.answer(self._method, message)
 
     def time_remaining(self) -> float | None:
         return None

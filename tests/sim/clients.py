@@ -57,6 +57,7 @@ class ClientNode:
         self.task: asyncio.Task[None] | None = None
         self._session: PageStoreSession | None = None
         self._last_incarnation = 0
+        self._expected_incarnation = 0  # what the first of the sessions that follow each other was opened with
         self._old_matches: dict[int, ChainMatch] = {}  # by chain
 
     @property
@@ -109,12 +110,14 @@ class ClientNode:
     async def load_all(self, chain: int) -> None:
         """Load a chain, whatever there is of it: used when all is calm."""
         self.leaving = True
+        self._index = IndexClient(self._config)  # that of `_run` is closed
         await self._timed("open keyspace", self._index.open_keyspace("sim", SPEC))
         await self._timed("connect", self._connect())
         await self._timed("load", self._load(chain, POSITIONS))
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+        await self._index.close()
 
     async def _timed(self, name: str, work: object) -> None:
         self.operation = Operation(name, self.world.loop.time())
@@ -142,7 +145,7 @@ class ClientNode:
             except StaleIncarnation:
                 self._last_incarnation = 0  # the next try takes any
                 raise
-            self._last_incarnation = self._session.incarnation
+            self._last_incarnation, self._expected_incarnation = self._session.incarnation, expected
             if expected not in (0, self._session.incarnation):
                 raise self._violation(f"a session that expected incarnation {expected} got {self._session.incarnation}")
         elif session.broken.is_set():
@@ -152,7 +155,7 @@ class ClientNode:
             drained = self.world.rng.random() < 0.8
             self._session = None  # after a failure: a new one, and the kernel reports the old one when we leave
             self._session = await session.reopen(drained=drained)
-            expected = session._plan.expected_incarnation  # the same that the first session was opened with
+            expected = self._expected_incarnation
             if expected not in (0, self._session.incarnation):
                 raise self._violation(f"incarnation {self._session.incarnation} serves a peer that expects {expected}")
 

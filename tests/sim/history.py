@@ -24,7 +24,6 @@ import kvpool_server.node.reconciler
 from kvpool.core import location_digest
 from kvpool.core.errors import KvPoolError
 from kvpool.core.fault_points import disarm_all
-from kvpool_index.adapters.memory import MemoryIndexStore
 from tests.sim.checks import check_always, check_calm, check_pages, what_is_left
 from tests.sim.client_parts import ClientCounts
 from tests.sim.clients import ClientNode, Tally
@@ -182,7 +181,7 @@ class _History:
                 if client.alive and client.task is not None and client.task.done():
                     self._raise_failure(client)
                     client.crash()  # the process exits
-            left = what_is_left(world, self._clients)
+            left = await what_is_left(world, self._clients)
             if not left and world.loop.time() > arrived_s:
                 break
             if world.loop.time() > until_s:
@@ -204,7 +203,7 @@ class _History:
             client.start(0)
             assert client.task is not None
             await asyncio.wait([client.task])
-            task = world.loop.spawn(client.process, _load_all(client, chains[number]), client.name)
+            task = world.loop.spawn(client.process, client.load_all(chains[number]), client.name)
             await asyncio.wait([task], timeout=30.0)
             if not task.done():
                 raise Violation(f"{client.name}: loading did not end, and all was calm")
@@ -217,14 +216,6 @@ class _History:
         assert client.task is not None
         if not client.task.cancelled() and (error := client.task.exception()) is not None:
             raise error if isinstance(error, Violation) else Violation(f"{client.name} failed: {error!r}")
-
-
-async def _load_all(client: ClientNode, chain: int) -> None:
-    from kvpool.client.index import IndexClient
-
-    client._index = IndexClient(client._config)
-    await client.load_all(chain)
-    await client._index.close()
 
 
 def _faults(rng: Random) -> Faults:
@@ -242,7 +233,7 @@ def _faults(rng: Random) -> Faults:
 
 
 def _redis(loop: SimLoop, network: Network) -> SimRedis:
-    return SimRedis(loop, network, lambda: MemoryIndexStore(SimClock(loop), tombstone_s=60.0))
+    return SimRedis(loop, network, SimClock(loop))
 
 
 class _Watcher(logging.Handler):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import sys
+from asyncio import _set_running_loop  # in asyncio's __all__: what event loops call
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
@@ -134,7 +135,7 @@ class SimLoop(_AnyLoop):  # type: ignore[misc]  # of its many methods few are th
 
     def run(self, main: Coroutine[Any, Any, T], limit_s: float) -> T:
         """Run until `main`, a task of the world, has ended. Raises Violation if it has not by then."""
-        asyncio._set_running_loop(self)
+        _set_running_loop(self)
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(finalizer=lambda generator: None)  # a dead process does not unwind
         try:
@@ -149,27 +150,26 @@ class SimLoop(_AnyLoop):  # type: ignore[misc]  # of its many methods few are th
             return task.result()
         finally:
             sys.set_asyncgen_hooks(*hooks)
-            asyncio._set_running_loop(None)
+            _set_running_loop(None)
 
     def close(self) -> None:
         """Throw away what is left, so that none of it runs when it is collected."""
         self._closed = True
         self._timers.clear()
         self._runnable.clear()
-        asyncio._set_running_loop(self)
+        _set_running_loop(self)
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(finalizer=lambda generator: None)
         try:
             while self.tasks:
                 task = self.tasks.pop()
                 if not task.done():
-                    task._log_destroy_pending = False  # type: ignore[attr-defined]
-                    _discard(task)
+                    _discard(task)  # that it never ended comes to `call_exception_handler`, which is closed
                 elif not task.cancelled():
                     task.exception()  # it was looked at, or it is a dead process's
         finally:
             sys.set_asyncgen_hooks(*hooks)
-            asyncio._set_running_loop(None)
+            _set_running_loop(None)
 
     def _step(self) -> None:
         runnable = self._runnable

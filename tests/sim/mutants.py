@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+import kvpool_index.engine.announce
 import kvpool_pagestore.engine.disk_tier
 import kvpool_pagestore.engine.pulls
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError
 from kvpool_index.adapters.memory import MemoryLocationStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
-from kvpool_index.engine.announce import AnnounceService
+from kvpool_index.core.events import pack_entries
 from kvpool_index.engine.keyspaces import KeyspaceService
 from kvpool_pagestore.core.events import DiskChanged
 from kvpool_pagestore.core.page_table import PageTable
@@ -26,7 +27,7 @@ from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine.commits import Commits, Sealing
 from kvpool_pagestore.engine.disk_tier import DiskTier
 from kvpool_pagestore.engine.drain import Drain
-from kvpool_pagestore.engine.fetch import Flights
+from kvpool_pagestore.engine.pulls import PagePull, Pulls
 from kvpool_pagestore.engine.replication import ReplicationManager
 from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.engine.store import PageStoreEngine
@@ -134,14 +135,19 @@ def _forget_arena_budget() -> AbstractContextManager[object]:
 
 def _leak_flights() -> AbstractContextManager[object]:
     """A page that could not be fetched stays on its way for ever."""
-    true_land = Flights._land
+    true_start = Pulls.start
 
-    def land(self: Flights, flight: Any, slot: Any, error: KvPoolError | None, hit: bool = True) -> None:
-        true_land(self, flight, slot, error, hit)
-        if error is not None:
-            self._by_key[flight.record.key] = flight
+    def start(self: Pulls, page: PagePull) -> None:
+        true_done = page.on_done
 
-    return mock.patch.object(Flights, "_land", land)
+        def done(page: PagePull, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
+            if error is None:
+                true_done(page, slot, error, hit)
+
+        page.on_done = done
+        true_start(self, page)
+
+    return mock.patch.object(Pulls, "start", start)
 
 
 def _leak_late_words() -> AbstractContextManager[object]:
@@ -185,18 +191,18 @@ def _overlook_parts() -> AbstractContextManager[object]:
 
 def _one_request_at_a_time() -> AbstractContextManager[object]:
     """The reader of a session waits for each request, and so for the disk, before it hears the next heartbeat."""
-    true_read = SessionStream._read
+    true_serve = SessionStream.serve
 
-    async def read(self: Any, messages: AsyncIterator[Any]) -> None:
+    async def serve(self: Any, messages: AsyncIterator[Any], write: Any) -> None:
         async def one_at_a_time() -> AsyncIterator[Any]:
             async for message in messages:
                 yield message
                 if self._requests:
                     await asyncio.wait(set(self._requests))
 
-        await true_read(self, one_at_a_time())
+        await true_serve(self, one_at_a_time(), write)
 
-    return mock.patch.object(SessionStream, "_read", read)
+    return mock.patch.object(SessionStream, "serve", serve)
 
 
 def _any_tenants_keyspace() -> AbstractContextManager[object]:
@@ -230,13 +236,9 @@ def _forget_lost_copies() -> AbstractContextManager[object]:
 
 
 def _forget_events() -> AbstractContextManager[object]:
-    """Of the chunks of a batch only the first is sent to watchers."""
-    true_log = AnnounceService._log
-
-    async def log(self: AnnounceService, states: Sequence[Any]) -> None:
-        await true_log(self, states[:1])
-
-    return mock.patch.object(AnnounceService, "_log", log)
+    """Of the chunks of a batch only the first of each stream is sent to watchers."""
+    true_pack = pack_entries
+    return mock.patch.object(kvpool_index.engine.announce, "pack_entries", lambda states: true_pack(states[:1]))
 
 
 def _pages_leave_unsealed() -> AbstractContextManager[object]:

@@ -96,8 +96,7 @@ class _Server:
         self.methods: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
-        for handler in handlers:
-            self.methods.update(handler._method_handlers)
+        """Nothing: the same methods are registered by `add_registered_method_handlers`, too."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         self.methods.update({f"/{service}/{name}": handler for name, handler in handlers.items()})

@@ -32,6 +32,9 @@ class SimClock:
         self._loop = loop
         self.wall_offset_s = wall_offset_s
 
+    def __deepcopy__(self, memo: dict[int, object]) -> SimClock:
+        return self
+
     def monotonic_s(self) -> float:
         return self._loop.now_s
 

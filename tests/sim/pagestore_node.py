@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from prometheus_client import CollectorRegistry
 
-from kvpool.core.cluster import NodeInfo, NodeKind
+import kvpool_pagestore.core.page_table
+import kvpool_pagestore.engine.store
+import kvpool_pagestore.engine.writeback
+from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeKind, NodeLease, RegistrationAttempt
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2_grpc
-from kvpool_pagestore import main as pagestore_main
 from kvpool_pagestore.adapters.index_link import IndexPlacement, NodeIndexLink
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.events import DiskChanged, PageEvent
+from kvpool_pagestore.core.page_table import PageTable
+from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.slots import PageRecord, Slot
-from kvpool_pagestore.core.writeback import DirtyPage, WriteQueue
+from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue
 from kvpool_pagestore.engine.parts import EngineParts, EngineWorkers
 from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.engine.store import PageStoreEngine
+from kvpool_pagestore.main import adopt_incarnation
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.servicer.control import PageStoreServicer
 from kvpool_pagestore.servicer.session import SessionLimits
@@ -76,6 +83,8 @@ class PageStoreNode:
         self.index: NodeIndexLink | None = None
         self.serving = False
         self.stop: Stop | None = None
+        self._process_id = b""  # of the last registration
+        self._committed: dict[int, PageRecord] = {}  # by id: kept, so that no other record gets it
         self._workers: list[SimWorkers] = []
 
     @property
@@ -106,7 +115,7 @@ class PageStoreNode:
 
     def check_drained(self) -> None:
         """Durable pages are on another node's disk too; or they were, and that node has given them up since."""
-        disk = self.engine._disk if self.engine is not None else None
+        disk = self.engine.tiers.disk if self.engine is not None else None
         names = disk.map.names() if disk is not None and disk.is_readable else ()
         others = [one.disk for one in self.world.pagestores if one is not self]
         for key in [key for key in self.disk.written if key.keyspace + key.chunk_hash in names]:
@@ -158,8 +167,8 @@ class PageStoreNode:
         world, config, loop = self.world, self._config(), self.world.loop
         arena = SimArena(self.host, process)
         store = self._store(process) if self.shape.disk_pages else None
-        link = pagestore_main._index(config, tls=None)
-        assert isinstance(link, NodeIndexLink)
+        link = NodeIndexLink(config.index_endpoints, config.index_timeout_ms / 1e3, config.reconcile_interval_ms / 1e3)
+        self._watch_registrations(link)
         parts = EngineParts(
             arena=arena,
             store=store,
@@ -171,8 +180,8 @@ class PageStoreNode:
             clock=SimClock(loop, self.shape.wall_offset_s),
             first_segment_id=((self.number + 1) << 40) + (self.starts << 16) + 1,
         )
-        engine = self.engine = PageStoreEngine(config, parts, _pagestore_metrics())
-        self._watch_slots(engine)
+        with self._watched_parts():
+            engine = self.engine = PageStoreEngine(config, parts, _pagestore_metrics())
         self._watch_promises(engine)
         self._say_late_words(engine)
         stop = self.stop = Stop()
@@ -187,7 +196,7 @@ class PageStoreNode:
             local_socket=f"/run/{self.name}.sock",
             capacity_bytes=config.arena_bytes,
         )
-        await pagestore_main._adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
+        await adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
         self.index = link
         self._listen(config, engine, arena)
         self.serving = True
@@ -197,24 +206,33 @@ class PageStoreNode:
             engine.preparation.start()
         await stop.wait()
         if stop.failure is not None:  # superseded: the process ends
-            self._check_successor(link)
+            await self._check_successor()
             self.crash()
 
     def _check_old_memory(self, engine: PageStoreEngine) -> None:
         """What clients keep of an earlier process's memory is in the budget of this one from its start."""
-        counted_bytes = engine._table.space.segment_total_bytes
+        counted_bytes = engine.gauges().arena_segment_bytes
         if self.host.segment_bytes > counted_bytes:
             self.host.fail(f"{self.host.segment_bytes} bytes of segments are there, {counted_bytes} are counted")
 
-    def _check_successor(self, link: NodeIndexLink) -> None:
-        """Only another process may end this one, not a registration of its own that came late or twice."""
-        registered, redis = self._registered(), self.world.redis
-        own = link._link is not None and registered is not None and link._link._attempt.process_id
-        if own and own == registered.attempt.process_id and not redis.has_forgotten:
-            self.world.violations.append(f"{self.name} was ended by a registration of its own")
+    def _watch_registrations(self, link: NodeIndexLink) -> None:
+        """Note as which process this one registers."""
+        register, self._process_id = link.client.register_node, b""
 
-    def _registered(self) -> Any:
-        return self.world.redis.store.nodes._nodes.get(self.node_id)
+        async def registered(node: NodeInfo, *, attempt: RegistrationAttempt = UNNUMBERED, **how: Any) -> NodeLease:
+            self._process_id = attempt.process_id
+            return await register(node, attempt=attempt, **how)
+
+        link.client.register_node = registered  # type: ignore[method-assign]
+
+    async def _check_successor(self) -> None:
+        """Only another process may end this one, not a registration of its own that came late or twice."""
+        redis = self.world.redis
+        if await redis.store.nodes.find(self.node_id) is None:
+            return
+        own = self._process_id == redis.store.nodes.attempts[self.node_id].process_id
+        if self._process_id and own and not redis.has_forgotten:
+            self.world.violations.append(f"{self.name} was ended by a registration of its own")
 
     def _listen(self, config: PageStoreConfig, engine: PageStoreEngine, arena: SimArena) -> None:
         limits = SessionLimits(
@@ -273,20 +291,38 @@ class PageStoreNode:
             prepare=workers(2, 0.02, 0.0),
         )
 
-    def _watch_slots(self, engine: PageStoreEngine) -> None:
+    @contextmanager
+    def _watched_parts(self) -> Iterator[None]:
+        """An engine that is made meanwhile is made of parts that this node watches."""
+        with (
+            mock.patch.object(kvpool_pagestore.core.page_table, "SegmentTable", partial(_WatchedSegments, self)),
+            mock.patch.object(kvpool_pagestore.engine.store, "PageTable", partial(_WatchedPages, self)),
+            mock.patch.object(kvpool_pagestore.engine.writeback, "WriteQueue", partial(_WatchedWrites, self)),
+        ):
+            self._committed = {}
+            yield
+
+    def slot_freed(self, segment_id: int, offset: int, size_bytes: int) -> None:
         """Poison every slot that becomes free, and check that no one is touching it."""
-        space, host = engine._table.space, self.host
-        free = space.free
+        self.host.check_free(segment_id, offset, size_bytes)
+        segment = self.host.segments.get(segment_id)
+        if segment is not None:
+            segment.memory[offset : offset + 256] = b"\xdd" * 256
 
-        def freed(slot: Any) -> None:
-            segment_id, offset, size_bytes = slot.segment.segment_id, slot.offset, slot.size_bytes
-            free(slot)
-            host.check_free(segment_id, offset, size_bytes)
-            segment = host.segments.get(segment_id)
-            if segment is not None:
-                segment.memory[offset : offset + 256] = b"\xdd" * 256
+    def page_committed(self, record: PageRecord) -> None:
+        """Nothing may evict the page before it is durable on a disk that works."""
+        self._committed[id(record)] = record
 
-        space.free = freed  # type: ignore[method-assign]
+    def write_refused(self, record: PageRecord) -> None:
+        """The disk has refused the page: it may be full of what is in use."""
+        self._committed.pop(id(record), None)
+
+    def page_evicted(self, record: PageRecord) -> None:
+        """Check that what is evicted is durable, unless the disk was behind when it was committed, or refused it."""
+        disk, key = self.disk, record.key
+        lost = key not in disk.written and key not in disk.deleted and not disk.ever_failed
+        if self.shape.disk_pages and lost and id(record) in self._committed:
+            self.world.violations.append(f"{self.name}: page {key} was evicted before it was durable")
 
     def _say_late_words(self, engine: PageStoreEngine) -> None:
         """A session that ends in the middle of its words: those already read are served afterwards, and do nothing."""
@@ -303,11 +339,9 @@ class PageStoreNode:
         sessions.end = ended  # type: ignore[method-assign]
 
     def _watch_promises(self, engine: PageStoreEngine) -> None:
-        """Nothing is announced as durable that is not; nothing is evicted before it is durable on a disk that works,
-        unless that was behind when the page was committed, or has refused it: it may be full of what is in use."""
-        events, ledger, space, disk = engine.events, engine._table, engine._table.space, self.disk
-        publish, evict, finish_commit = events.publish, space._on_evict, ledger.finish_commit
-        committed: dict[int, PageRecord] = {}  # by id: kept, so that no other record gets it
+        """Nothing is announced as durable that is not."""
+        events, disk = engine.events, self.disk
+        publish = events.publish
 
         def published(event: PageEvent) -> None:
             if isinstance(event, DiskChanged) and event.present:
@@ -316,34 +350,49 @@ class PageStoreNode:
                         self.world.violations.append(f"{self.name}: page {key} was announced as durable and is not")
             publish(event)
 
-        def evicted(slot: Any) -> None:
-            key = slot.page.key
-            lost = key not in disk.written and key not in disk.deleted and not disk.ever_failed
-            if self.shape.disk_pages and lost and id(slot.record) in committed:
-                self.world.violations.append(f"{self.name}: page {key} was evicted before it was durable")
-            evict(slot)
-
-        def finished(slot: Slot, **how: bool) -> bool:
-            if how["dirty"] or not ledger.is_disk_behind:
-                committed[id(slot.page)] = slot.page
-            return finish_commit(slot, **how)
-
         events.publish = published  # type: ignore[method-assign]
-        ledger.finish_commit = finished  # type: ignore[method-assign]
-        space._on_evict = evicted
-        if engine._write_back is not None:
-            _watch_failures(engine._write_back._queue, committed)
 
 
-def _watch_failures(queue: WriteQueue, committed: dict[int, PageRecord]) -> None:
-    """Take out of `committed` what the disk has refused."""
-    failed = queue.failed
+class _WatchedSegments(SegmentTable):
+    """Has its node look at what is evicted and freed."""
 
-    def refused(page: DirtyPage, *how: Any, **more: Any) -> None:
-        committed.pop(id(page.record), None)
-        failed(page, *how, **more)
+    def __init__(self, node: PageStoreNode, *, on_evict: Callable[[Slot], None], **how: Any) -> None:
+        def evicted(slot: Slot) -> None:
+            node.page_evicted(slot.page)
+            on_evict(slot)
 
-    queue.failed = refused  # type: ignore[method-assign]
+        super().__init__(on_evict=evicted, **how)
+        self._node = node
+
+    def free(self, slot: Slot) -> None:
+        segment_id, offset, size_bytes = slot.segment.segment_id, slot.offset, slot.size_bytes
+        super().free(slot)
+        self._node.slot_freed(segment_id, offset, size_bytes)
+
+
+class _WatchedPages(PageTable):
+    """Has its node look at commits."""
+
+    def __init__(self, node: PageStoreNode, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._node = node
+
+    def finish_commit(self, slot: Slot, *, verified: bool, dirty: bool, sealed: bool = True) -> bool:
+        if dirty or not self.is_disk_behind:
+            self._node.page_committed(slot.page)
+        return super().finish_commit(slot, verified=verified, dirty=dirty, sealed=sealed)
+
+
+class _WatchedWrites(WriteQueue):
+    """Has its node look at failures."""
+
+    def __init__(self, node: PageStoreNode, limits: WriteBackLimits) -> None:
+        super().__init__(limits)
+        self._node = node
+
+    def failed(self, page: DirtyPage, error: KvPoolError, now_s: float, *, is_disk_out: bool = False) -> None:
+        self._node.write_refused(page.record)
+        super().failed(page, error, now_s, is_disk_out=is_disk_out)
 
 
 def _has_had(disk: SimDisk, key: PageKey) -> bool:

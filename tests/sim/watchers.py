@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery, ChunkEvent, IndexEvent, Location, NodeEvent, ResyncEvent
 from kvpool.core.errors import KvPoolError
 from kvpool.core.outcome import Tier
-from kvpool_index.core.events import Position, entry_order, unpack_chunks
-from kvpool_server.node.replica_feed import LocationReplica, ReplicaConfig
+from kvpool_index.core.events import ORIGIN, Position, entry_order, unpack_chunks
+from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
 from tests.sim.nodes import SimClock, World
 from tests.sim.pages import GRID, KEYSPACE, SPEC, chunk_hash
 
@@ -55,15 +56,15 @@ class Watcher:
     def end_pauses(self) -> None:
         self._world.loop.resume(self._process)
 
-    def stale(self, truth: Callable[[bytes], set[Holding]]) -> str:
+    async def stale(self, truth: Callable[[bytes], Awaitable[set[Holding]]]) -> str:
         """What it has wrong; empty if nothing. truth: where a chunk is, by the beginning of its hash."""
         if self._is_replica:
-            return self._stale_in_replica(truth)
+            return await self._stale_in_replica(truth)
         for chunk, seen in self._seen.items():
-            if seen.version < self._version_before_beginning(chunk):
+            if seen.version < await self._version_before_beginning(chunk):
                 continue  # an older event than one that it did not get: a receiver is to ask the index
-            named, there = {_holding(one) for one in seen.locations if self._counts(one)}, truth(chunk)
-            missed = {holding for holding in there - named if not self._has_returned(holding[0])}
+            named, there = {_holding(one) for one in seen.locations if self._counts(one)}, await truth(chunk)
+            missed = {holding for holding in there - named if not await self._has_returned(holding[0])}
             if named - there or (missed and not self._world.events_may_lack):
                 return (
                     f"{self.name}: the last event of {chunk.hex()} (version {seen.version}) names {named}, not {there}"
@@ -95,11 +96,11 @@ class Watcher:
                     continue
                 async with aclosing(index.watch(now_s=world.loop.time)) as events:
                     async for event in events:
-                        self._take(event)
+                        await self._take(event)
             except KvPoolError:
                 await asyncio.sleep(world.some_s(0.3))
 
-    def _take(self, event: IndexEvent) -> None:
+    async def _take(self, event: IndexEvent) -> None:
         position = Position.parse(event.position).entry_ids[:-1] if event.position else None
         if self._begins_after is None or isinstance(event.event, ResyncEvent):
             self._begins_after = position
@@ -114,16 +115,16 @@ class Watcher:
                 self.resync_count += 1
                 self._seen.clear()
                 # Among what was missed may be a node's return.
-                nodes = self._world.redis.store.nodes._nodes.items()
-                self._alive = {node_id: 0 if node.ended else node.info.incarnation for node_id, node in nodes}
+                nodes = await self._world.redis.store.nodes.snapshot()
+                self._alive = {node.info.node_id: 0 if node.ended else node.info.incarnation for node in nodes}
 
-    def _version_before_beginning(self, chunk: bytes) -> int:
+    async def _version_before_beginning(self, chunk: bytes) -> int:
         """The newest of the chunk's events that came before the watch, or that the last RESYNC took the place of."""
-        streams = self._world.redis.store.events._streams
+        events = self._world.redis.store.events
         versions = [
             state.version
-            for entries, last_id in zip(streams, self._begins_after or (), strict=False)
-            for entry in entries
+            for stream, last_id in enumerate(self._begins_after or ())
+            for entry in await events.read(stream, ORIGIN, limit=sys.maxsize, wait_s=0.0)
             if entry_order(entry.entry_id) <= entry_order(last_id)
             for state in unpack_chunks(entry.payload)
             if (state.keyspace, state.chunk_hash[:8]) == (KEYSPACE, chunk)
@@ -134,23 +135,25 @@ class Watcher:
         """Whether no event has said that the node, or that process of it, is gone."""
         return self._alive.get(location.node_id, location.incarnation) == location.incarnation
 
-    def _has_returned(self, node_id: bytes) -> bool:
+    async def _has_returned(self, node_id: bytes) -> bool:
         """A node whose lease had ended brings its locations back with it; no event says so of each chunk."""
-        node = self._world.redis.store.nodes._nodes.get(node_id)
-        return node is None or node.attempt.number > 1
+        nodes = self._world.redis.store.nodes
+        return await nodes.find(node_id) is None or nodes.attempts[node_id].number > 1
 
-    def _stale_in_replica(self, truth: Callable[[bytes], set[Holding]]) -> str:
+    async def _stale_in_replica(self, truth: Callable[[bytes], Awaitable[set[Holding]]]) -> str:
         replica = self._replica
         if replica is None or not replica.is_current:
             return f"{self.name} does not hear that it is current"
         for chain in self._world.chains:
-            if replica._table.is_absent(_query(chain), self._world.loop.time()) and truth(chunk_hash(chain, 0)[:8]):
+            known, matched_by = replica.known(_query(chain))
+            is_absent = matched_by is MatchedBy.ABSENT and not known.matched_chunks
+            if is_absent and await truth(chunk_hash(chain, 0)[:8]):
                 return f"{self.name}: the replica calls chain {chain} absent"
             position = 0
-            for run in replica._table.match(_query(chain), self._world.loop.time()).runs:
+            for run in known.runs:
                 for _ in range(run.chunk_count):
                     chunk = chunk_hash(chain, position)[:8]
-                    wrong = {_holding(one) for one in run.locations} - truth(chunk)
+                    wrong = {_holding(one) for one in run.locations} - await truth(chunk)
                     if wrong:
                         return f"{self.name}: the replica names {wrong} for {chunk.hex()}"
                     position += 1
