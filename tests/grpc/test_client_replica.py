@@ -82,9 +82,14 @@ def index_clock() -> ManualClock:
 
 
 @pytest.fixture
-async def index(index_clock: ManualClock) -> AsyncIterator[RunningIndex]:
+def index_store(index_clock: ManualClock) -> MemoryIndexStore:
+    return MemoryIndexStore(index_clock)
+
+
+@pytest.fixture
+async def index(index_clock: ManualClock, index_store: MemoryIndexStore) -> AsyncIterator[RunningIndex]:
     config = IndexConfig(lease_ttl_ms=600_000)
-    async with running_index(MemoryIndexStore(index_clock), clock=index_clock, config=config) as running:
+    async with running_index(index_store, clock=index_clock, config=config) as running:
         yield running
 
 
@@ -262,17 +267,17 @@ async def test_a_listing_that_fails_is_tried_again_and_meanwhile_the_index_is_as
 ) -> None:
     monkeypatch.setattr(replica_feed, "_LIST_AGAIN_S", 0.01)
     keyspace = await open_keyspace(index.stub)
-    heads, failed = index.engine._listings.heads, asyncio.Event()
+    chain_groups, failed = index.engine.chain_groups, asyncio.Event()
 
-    async def fail_once(keyspace: bytes) -> bytes:
+    async def fail_once(tenant: str, keyspace: bytes) -> bytes:
         if not failed.is_set():
             failed.set()
             raise StoreUnavailable("Redis is away")
         await again.wait()
-        return await heads(keyspace)
+        return await chain_groups(tenant, keyspace)
 
     again = asyncio.Event()
-    monkeypatch.setattr(index.engine._listings, "heads", fail_once)
+    monkeypatch.setattr(index.engine, "chain_groups", fail_once)
     async with asking(index, keyspace) as one:
         await failed.wait()
         await eventually(lambda: one.replica.is_current)
@@ -299,11 +304,13 @@ async def test_a_keyspace_opened_later_is_listed_too(index: RunningIndex) -> Non
         assert await one.last(Chain(second)) is MatchedBy.ABSENT
 
 
-async def test_groups_are_listed_once_for_all_who_wait(index: RunningIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_are_listed_once_for_all_who_wait(
+    index: RunningIndex, index_store: MemoryIndexStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
     await node.announce(chain.added(range(40)))
-    listings, reads, may_read = index.engine._listings, 0, asyncio.Event()
-    group_heads = listings._store.group_heads
+    reads, may_read = 0, asyncio.Event()
+    group_heads = index_store.locations.group_heads
 
     async def counted(keyspace: bytes) -> AsyncIterator[list[bytes]]:
         nonlocal reads
@@ -312,11 +319,12 @@ async def test_groups_are_listed_once_for_all_who_wait(index: RunningIndex, monk
         async for some in group_heads(keyspace):
             yield some
 
-    monkeypatch.setattr(listings._store, "group_heads", counted)
-    first = asyncio.ensure_future(listings.heads(chain.keyspace))
+    monkeypatch.setattr(index_store.locations, "group_heads", counted)
+    first = asyncio.ensure_future(index.engine.chain_groups("default", chain.keyspace))
     await eventually(lambda: reads)
-    others = [asyncio.ensure_future(listings.heads(chain.keyspace)) for _ in range(5)]
-    await eventually(lambda: chain.keyspace in listings._next)
+    others = [asyncio.ensure_future(index.engine.chain_groups("default", chain.keyspace)) for _ in range(5)]
+    for _ in range(10):  # a store in memory answers at once, so that all have asked by then
+        await asyncio.sleep(0)
     may_read.set()
     assert {await each for each in (first, *others)} == {b"".join(chain.hashes[at] for at in (0, 16, 32))}
     assert reads == 2, "those who asked while the first was read share one that began later"

@@ -104,17 +104,16 @@ async def test_an_engine_killed_with_events_pending_leaves_nothing() -> None:
         engine.close()
 
 
-async def test_a_live_agent_that_ends_a_session_lets_go_at_once() -> None:
+async def test_a_live_agent_that_ends_a_session_lets_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = GpuMemoryHold(driver_grace_s=3600.0)  # the agent says that it has let go, so no one waits for its driver
     async with host() as one:
         engine = one.engine()
+        monkeypatch.setattr(type(engine.plan), "new_hold", lambda plan: hold)
         session = await engine.open()
         event = engine.record()
         handle = await session.store(engine.span(prompt(session, 1), range(1)), after=event)
         engine.slots.give_back(event)
         await one.asked()
-        hold = session._hold
-        assert isinstance(hold, GpuMemoryHold)
-        hold._driver_grace_s = 3600.0  # the agent has said that it has let go, so no one waits for its driver
         await one.agent.engine.close()  # as a drain does
         async with asyncio.timeout(60):
             await session.released.wait()

@@ -6,8 +6,13 @@ import asyncio
 
 import pytest
 
+import kvpool.client.gpuagent
+import kvpool_gpuagent.stream
+from kvpool.client.engine_hold import GpuMemoryHold
+from kvpool_gpuagent.engine.descriptors import HoldFile
 from tests.fixtures.agent import prompt
 from tests.fixtures.gpu_agent import FakeGpuCache, host
+from tests.grpc.opened_channels import opened_channels
 
 
 async def test_an_agent_that_cannot_unmap_never_says_that_it_has_let_go(
@@ -21,8 +26,17 @@ async def test_an_agent_that_cannot_unmap_never_says_that_it_has_let_go(
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(FakeGpuCache, "close", failing)
+    hold, hold_files = GpuMemoryHold(), list[HoldFile]()
+    channels = opened_channels(monkeypatch, kvpool.client.gpuagent)
+
+    def hold_file(descriptor: int) -> HoldFile:
+        hold_files.append(HoldFile(descriptor))
+        return hold_files[-1]
+
+    monkeypatch.setattr(kvpool_gpuagent.stream, "HoldFile", hold_file)
     async with host() as one:
         engine = one.engine(event_count=1)
+        monkeypatch.setattr(type(engine.plan), "new_hold", lambda plan: hold)
         session = await engine.open()
         chain = prompt(session, 1)
         engine.compute(chain, range(1))
@@ -31,13 +45,13 @@ async def test_an_agent_that_cannot_unmap_never_says_that_it_has_let_go(
         engine.slots.give_back(event)
         await one.asked()
         (served,) = one.agent.engine.sessions
-        await session._stream.abort("the connection breaks")
+        await channels[0].close()  # the connection breaks
         await asyncio.wait_for(served.close(), 60)
         assert served.unmapped.is_set()
-        assert session._hold.lent[0].is_lent()
+        assert hold.lent[0].is_lent()
         assert not handle.released
-        await session._stop_watching()
-        assert served._hold_file is not None
-        await served._hold_file.release()
+        await hold_files[0].release()
+        await session.close()
+        assert session.released.is_set()
         engine.close()
     assert "stay held until this process ends" in caplog.text

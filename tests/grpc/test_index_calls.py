@@ -243,17 +243,22 @@ async def test_tenants_are_apart() -> None:
         assert list((await red.stub.ReportStale(request)).removed) == [True]
 
 
-async def test_a_node_restores_keyspaces_of_its_own_tenant_only(index: RunningIndex) -> None:
-    node = await FakeNode(index.stub).register()
-    own, other = (encode_keyspace(tenant, spec_from_proto(spec())) for tenant in ("default", "other"))
-    ask = index_pb2.ReconcileDigestsRequest(
-        node_id=node.node_id, incarnation=node.incarnation, range_count=1, keyspace_encodings=[own, other]
-    )
-    await index.stub.ReconcileDigests(ask)
-    registry = index.engine._store.keyspaces
-    assert await registry.by_id(keyspace_id(own)) is not None and await registry.by_id(keyspace_id(other)) is None
-    late = index_pb2.ReconcileDigestsRequest(node_id=bytes(16), incarnation=1, range_count=1, keyspace_encodings=[own])
-    assert isinstance(await refusal(index.stub.ReconcileDigests(late)), errors.LeaseLost)
+async def test_a_node_restores_keyspaces_of_its_own_tenant_only() -> None:
+    clock = ManualClock()
+    store = MemoryIndexStore(clock)
+    async with running_index(store, clock=clock) as index:
+        node = await FakeNode(index.stub).register()
+        own, other = (encode_keyspace(tenant, spec_from_proto(spec())) for tenant in ("default", "other"))
+        ask = index_pb2.ReconcileDigestsRequest(
+            node_id=node.node_id, incarnation=node.incarnation, range_count=1, keyspace_encodings=[own, other]
+        )
+        await index.stub.ReconcileDigests(ask)
+        assert await store.keyspaces.by_id(keyspace_id(own)) is not None
+        assert await store.keyspaces.by_id(keyspace_id(other)) is None
+        late = index_pb2.ReconcileDigestsRequest(
+            node_id=bytes(16), incarnation=1, range_count=1, keyspace_encodings=[own]
+        )
+        assert isinstance(await refusal(index.stub.ReconcileDigests(late)), errors.LeaseLost)
 
 
 async def test_info_health_and_reflection(index: RunningIndex) -> None:

@@ -11,9 +11,11 @@ from kvpool.core import errors
 from kvpool.core.clock import SystemClock
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.policy import KeyspacePolicy, WritePolicy
+from kvpool.testing import ManualClock
 from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool.wire.convert_policy import policy_to_proto
+from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.memory_nodes import MemoryPolicyRegistry
 from kvpool_index.config import IndexConfig
 from tests.fixtures.index_node import FakeNode, refusal, spec
@@ -22,9 +24,24 @@ from tests.fixtures.index_server import RunningIndex, running_index
 POLICY = policy_to_proto(KeyspacePolicy(write_policy=WritePolicy.WRITE_THROUGH, replication_factor=2))
 
 
+class WipedPolicies(MemoryPolicyRegistry):
+    """Loses all that it knows, as a store that is flushed."""
+
+    def wipe(self) -> None:
+        super().__init__(SystemClock())
+
+
 @pytest.fixture
-async def index() -> AsyncIterator[RunningIndex]:
-    async with running_index(config=IndexConfig(max_batch_items=8)) as running:
+def policies() -> WipedPolicies:
+    return WipedPolicies(SystemClock())
+
+
+@pytest.fixture
+async def index(policies: WipedPolicies) -> AsyncIterator[RunningIndex]:
+    clock = ManualClock()
+    store = MemoryIndexStore(clock)
+    store.policies = policies
+    async with running_index(store, clock=clock, config=IndexConfig(max_batch_items=8)) as running:
         yield running
 
 
@@ -75,10 +92,10 @@ async def asked(index: RunningIndex, *keyspaces: bytes) -> index_pb2.GetKeyspace
     return await index.stub.GetKeyspacePolicies(index_pb2.GetKeyspacePoliciesRequest(keyspace_ids=keyspaces))
 
 
-async def test_what_a_wiped_store_lost_is_put_back_by_nodes(index: RunningIndex) -> None:
+async def test_what_a_wiped_store_lost_is_put_back_by_nodes(index: RunningIndex, policies: WipedPolicies) -> None:
     keyspace, node = await opened(index), await FakeNode(index.stub).register()
     reported = await index.stub.SetKeyspacePolicy(index_pb2.SetKeyspacePolicyRequest(name="chat", policy=POLICY))
-    index.engine._policies._policies = MemoryPolicyRegistry(SystemClock())
+    policies.wipe()
     assert not (await asked(index, keyspace)).policies
     one = kept(keyspace, reported.version)
     await restored(index, node, one)

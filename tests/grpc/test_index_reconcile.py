@@ -268,18 +268,19 @@ async def test_keyspaces_that_were_lost_are_known_again(index: RunningIndex) -> 
     assert isinstance(await refusal(index.stub.ReconcileDigests(request)), errors.InvalidRequest)
 
 
-async def test_comparing_asks_the_store_of_one_node_only(index: RunningIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_comparing_asks_the_store_of_one_node_only(
+    index: RunningIndex, store: IndexStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There may be thousands of nodes, each of which compares its ranges in many calls."""
     node = await FakeNode(index.stub).register()
     asking = set[object]()  # tasks
-    directory = index.engine._nodes._directory
-    true = directory.snapshot
+    true = store.nodes.snapshot
 
     async def snapshot() -> object:
         asking.add(asyncio.current_task())
         return await true()
 
-    monkeypatch.setattr(directory, "snapshot", snapshot)
+    monkeypatch.setattr(store.nodes, "snapshot", snapshot)
     for _ in range(16):
         await digests(node)
     assert len(asking) < 4, "those of the background, however long it takes; each call has a task of its own"

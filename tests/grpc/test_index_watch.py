@@ -204,16 +204,15 @@ async def test_what_is_refused(index: RunningIndex) -> None:
 
 
 async def test_no_more_watch_than_may_however_many_begin_at_once(
-    index: RunningIndex, monkeypatch: pytest.MonkeyPatch
+    index: RunningIndex, store: MemoryIndexStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = index.engine.watch_reader._event_log
-    tails = log.tails
+    tails = store.events.tails
 
     async def slow() -> tuple[str, ...]:
         await asyncio.sleep(0)
         return await tails()
 
-    monkeypatch.setattr(log, "tails", slow)
+    monkeypatch.setattr(store.events, "tails", slow)
     watches = [index.engine.watch("default", "", b"", for_replica=True) for _ in range(6)]
     begun = await asyncio.gather(*(anext(watch) for watch in watches), return_exceptions=True)
     assert sum(isinstance(each, errors.Overloaded) for each in begun) == 4, "two may watch"

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -65,6 +65,18 @@ async def test_a_stopped_peer_loses_its_session_but_keeps_its_slots_until_it_is_
     with new_world(clock=clock) as world:
         async with served(world, heartbeat_interval_ms=1000) as store:  # a peer may stand still for 4 s
             running = store.running
+            look, looks = running.arena.gone_sessions, [0]
+
+            def counted(session_ids: Sequence[bytes]) -> Sequence[bytes]:
+                looks[0] += 1
+                return look(session_ids)
+
+            async def looked() -> None:
+                """What a look finds is carried out before the next one begins."""
+                seen = looks[0]
+                await eventually(lambda: looks[0] > seen + 1)
+
+            running.arena.gone_sessions = counted  # type: ignore[method-assign]
             async with doomed_peer(store, 1) as child:
                 child.send_signal(signal.SIGSTOP)
 
@@ -75,13 +87,13 @@ async def test_a_stopped_peer_loses_its_session_but_keeps_its_slots_until_it_is_
                 try:
                     await eventually(is_given_up)
                     clock.advance(1.0)  # more than the grace of a quarantine
-                    await running.engine._quarantine.resolve_gone()
+                    await looked()
                     assert running.engine.gauges().arena_quarantined_bytes == SLOT_BYTES
                 finally:
                     child.send_signal(signal.SIGCONT)
                 # Alive again, it has learnt that its session is over, but still maps the slot.
                 clock.advance(1.0)
-                await running.engine._quarantine.resolve_gone()
+                await looked()
                 assert running.engine.gauges().arena_quarantined_bytes == SLOT_BYTES
                 child.kill()
                 await child.wait()

@@ -89,7 +89,8 @@ async def test_a_durable_write_is_answered_when_the_page_is_on_disk_whatever_its
             reported = VersionedPolicy(
                 keyspace=KEYSPACE, policy=KeyspacePolicy(write_policy=WritePolicy.STAGING_ONLY), version=1
             )
-            node.running.engine.policies._book.take(reported)
+            world.index.policies[KEYSPACE] = reported
+            await node.running.engine.policies.learn([KEYSPACE])
             answers = await asyncio.to_thread(push, client, list(range(20)))
             assert answers == [(Admission.RESERVED, None)] * 20
             assert node.running.engine.gauges().disk_pages == 20

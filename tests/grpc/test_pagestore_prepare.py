@@ -13,6 +13,7 @@ from kvpool.client.pagestore import PageStoreSession
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.page import HEADER_BYTES, verify
 from kvpool.testing import eventually
+from kvpool_pagestore.core.slots import Segment
 from tests.fixtures.pagestore import PAGE_BYTES, PAYLOAD_BYTES, SPEC, metadata, new_world, page_key, sealed_page
 from tests.fixtures.pagestore_server import Served, served
 from tests.fixtures.patience import PATIENCE_S
@@ -22,6 +23,10 @@ async def test_a_session_has_its_share_mapped_as_it_comes() -> None:
     with new_world() as world:
         async with served(world) as store:
             session = await store.open()
+
+            def segments() -> list[Segment]:
+                return list(store.running.engine.tiers.staging.table.space.segments)
+
             assert await session.prepare(0) == ()
             go_on, make = threading.Event(), store.running.arena.prepare_segment
 
@@ -33,11 +38,11 @@ async def test_a_session_has_its_share_mapped_as_it_comes() -> None:
             store.running.arena.prepare_segment = in_time  # type: ignore[method-assign]
             store.running.engine.preparation.start()
             preparing = asyncio.ensure_future(session.prepare(0))
-            await eventually(lambda: any(one.mappers for one in store.running.engine._table.space.segments))
+            await eventually(lambda: any(one.mappers for one in segments()))
             assert not preparing.done()
             go_on.set()
             segment_ids = await preparing
-            assert sorted(segment_ids) == sorted(one.segment_id for one in store.running.engine._table.space.segments)
+            assert sorted(segment_ids) == sorted(one.segment_id for one in segments())
             for segment_id in segment_ids:
                 with session.slot_view(segment_id, 0, 8) as view:
                     assert bytes(view) == bytes(8)

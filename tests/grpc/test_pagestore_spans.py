@@ -32,6 +32,7 @@ from kvpool.core.retention import Retention
 from kvpool.core.spans import Bytes, PageSpan, SpanAnswer
 from kvpool.testing import ManualClock, eventually
 from kvpool.v1 import pagestore_pb2 as pb
+from kvpool.wire.convert import item_error_from_proto
 from kvpool_pagestore.ports import PullItem
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
@@ -49,6 +50,7 @@ from tests.fixtures.pagestore import (
 )
 from tests.fixtures.pagestore_server import served
 from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.raw_peer import raw_peer
 from tests.fixtures.stored_pages import stored_pages
 
 STAGING, DISK, REMOTE = 1, 2, 3
@@ -389,17 +391,20 @@ async def test_a_span_that_means_nothing_is_refused_by_name_and_the_session_goes
         message.MergeFrom(bad)
     with new_world() as world:
         async with served(world) as store:
-            session = await store.open()
-            for request in (
-                pb.SessionRequest(reserve_span=pb.ReserveSpanRequest(span=message)),
-                pb.SessionRequest(acquire_span=pb.AcquireSpanRequest(span=message)),
-            ):
-                with pytest.raises(InvalidRequest, match=named):
-                    await session._stream.ask(request)
-            gauges = store.running.engine.gauges()
-            assert (gauges.leases, gauges.arena_used_bytes) == (0, 0)
-            await write(session, 0, 1)
-            await session.close()
+            async with raw_peer(store.endpoint) as peer:
+                await peer.open()
+                await peer.send(2, reserve_span=pb.ReserveSpanRequest(span=message))
+                await peer.send(3, acquire_span=pb.AcquireSpanRequest(span=message))
+                answers = [await peer.next_of("error") for _ in range(2)]
+                assert sorted(answer.request_id for answer in answers) == [2, 3]
+                for error in (item_error_from_proto(answer.error) for answer in answers):
+                    assert isinstance(error, InvalidRequest) and named in error.message
+                gauges = store.running.engine.gauges()
+                assert (gauges.leases, gauges.arena_used_bytes) == (0, 0)
+                await peer.send(4, reserve_span=pb.ReserveSpanRequest(span=_good()))
+                assert list((await peer.next_of("span_answer")).span_answer.pages) == [0, 1]
+                await peer.send(5, close=pb.SessionClose())
+                await peer.next_of("closed")
 
 
 async def test_a_keyspace_that_the_session_has_not_named_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +15,8 @@ from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind, RegistrationAttempt, ResyncEvent
 from kvpool.core.errors import StartupFailed, StoreUnavailable
 from kvpool.testing import eventually
-from kvpool_index.adapters.redis_link import LAYOUT
+from kvpool_index.adapters import redis_store
+from kvpool_index.adapters.redis_link import LAYOUT, RedisLayout
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.entries import EVERY_SHARD, ChunkOperation, Entry, GroupRead, Operation, decode_value
@@ -152,11 +154,13 @@ async def test_a_mark_that_is_flushed_comes_back_while_the_index_runs() -> None:
 
 
 @pytest.mark.parametrize("topology", ["redis_server", "redis_cluster", "redis_sentinels"])
-async def test_of_two_that_start_at_once_one_is_first(topology: str, request: pytest.FixtureRequest) -> None:
+async def test_of_two_that_start_at_once_one_is_first(
+    topology: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, prefix = request.getfixturevalue(topology).url, "at-once"
-    stores = [RedisIndexStore(url, timeout_s=20.0, key_prefix=prefix) for _ in range(4)]
-    for store in stores[2:]:
-        store._layout._layout = ANOTHER.encode()
+    stores = [RedisIndexStore(url, timeout_s=20.0, key_prefix=prefix) for _ in range(2)]
+    monkeypatch.setattr(redis_store, "RedisLayout", partial(RedisLayout, layout=int(ANOTHER)))
+    stores += [RedisIndexStore(url, timeout_s=20.0, key_prefix=prefix) for _ in range(2)]
     ends = await asyncio.gather(*(store.check_layout() for store in stores), return_exceptions=True)
     ours, theirs = ends[:2], ends[2:]
     refused = theirs if ours == [None, None] else ours

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -59,9 +60,9 @@ async def channels(endpoints: dict[str, str]) -> AsyncIterator[dict[str, grpc.ai
 
 async def status_of(channel: grpc.aio.Channel, method: MethodDescriptor) -> tuple[grpc.StatusCode, str]:
     """How the server ends a call with one message, or with an empty stream of them."""
-    message_type: Any = method.input_type._concrete_class  # type: ignore[attr-defined]  # what the message is made by
+    message_type: Any = GetMessageClass(method.input_type)
     message = REQUESTS.get(name_of(method), message_type())
-    answer_type: Any = method.output_type._concrete_class  # type: ignore[attr-defined]
+    answer_type: Any = GetMessageClass(method.output_type)
     streams = ("stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary")
     make: Any = getattr(channel, "_".join(streams))
     stub = make(

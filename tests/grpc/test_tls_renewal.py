@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -83,7 +84,9 @@ async def test_a_renewed_certificate_is_served_without_a_restart(authority: Auth
         assert registry.get_sample_value("kvpool_index_certificate_reload_failures_total") == 1
 
 
-async def test_clients_reconnect_with_what_was_renewed(authority: Authority, tmp_path: Path) -> None:
+async def test_clients_reconnect_with_what_was_renewed(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new CA on both sides: only clients that read all files again get through. A stream goes on or is reopened."""
     server_files, files = authority.issue(tmp_path / "server"), authority.issue(tmp_path / "client")
     tls = TlsCredentials(files)
@@ -97,13 +100,19 @@ async def test_clients_reconnect_with_what_was_renewed(authority: Authority, tmp
         store = await stack.enter_async_context(served(world, tls=service_tls(server_files)))
         transfers = PageTransferClient(store.node.bulk_endpoint, tls=tls)
         stack.callback(transfers.close)
-        connection = transfers._connection
+        open_channel, opened = grpc.secure_channel, list[grpc.Channel]()
+
+        def opening(*arguments: Any, **options: Any) -> grpc.Channel:
+            opened.append(open_channel(*arguments, **options))
+            return opened[-1]
+
+        monkeypatch.setattr(grpc, "secure_channel", opening)
         for name in ("next", "the one after", "and one more"):
+            open_before = len(opened)
             renewed = Authority(name)
             for directory in ("server", "client"):
                 renewed.issue(tmp_path / directory)
             assert (await client.get_info()).store_reachable
             assert (await client.match_stream.match(query, timeout_s=60)).matched_chunks == 0
             assert await asyncio.to_thread(read_nothing, transfers) == [(None, False)]
-            assert transfers._connection is not connection
-            connection = transfers._connection
+            assert len(opened) > open_before

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from opentelemetry import trace
 
+import kvpool.client.pagestore
 from kvpool.client.hashing import Prompt
 from kvpool.client.page_items import AcquireItem
 from kvpool.client.pool import AsyncPool
@@ -26,6 +27,7 @@ from tests.fixtures.agent import SPEC, EngineProcess
 from tests.fixtures.pagestore import ScriptedPeers, metadata, new_world, page_key
 from tests.fixtures.pagestore_server import served
 from tests.fixtures.traced_cluster import Collector, Host, names, traced_host, traced_index
+from tests.grpc.opened_channels import opened_channels
 
 CHUNKS = 3
 TOKENS = np.random.default_rng(5).integers(0, 1 << 30, CHUNKS * SPEC.chunk_tokens + 1, dtype=np.uint32)
@@ -62,13 +64,13 @@ async def load_as_one_request(host: Host, pool: AsyncPool, engine: EngineProcess
         return (await pool.match(chain)).matched_chunks == CHUNKS
 
     await eventually(found)
-    engines_own: Any = host.tracer
-    with engines_own._tracer.start_as_current_span("llm_request") as span:
+    with host.tracer.request("llm_request"):
+        trace_id = int(host.tracer.log_fields()["trace_id"], 16)
         match = await pool.match(chain)
         report = await pool.load(chain, block_table(engine), first_chunk=0, end_chunk=match.matched_chunks)
     assert report.loaded_chunks == CHUNKS
     assert engine.holds(chain, range(CHUNKS))
-    return chain, span.get_span_context().trace_id
+    return chain, trace_id
 
 
 async def test_one_request_is_one_trace_across_all_services(log_lines: io.StringIO) -> None:
@@ -199,7 +201,7 @@ async def test_unary_calls_tell_their_status_and_housekeeping_begins_no_trace() 
     assert collector.named("kvpool.v1.IndexService/Place")[0].parent is None
 
 
-async def test_an_acquire_whose_session_ends_is_reported_too() -> None:
+async def test_an_acquire_whose_session_ends_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who looks into a request that was cut off wants to see what it waited for."""
     collector, gate, pulling = Collector(), threading.Event(), threading.Event()
 
@@ -207,6 +209,7 @@ async def test_an_acquire_whose_session_ends_is_reported_too() -> None:
         pulling.set()
         return not gate.wait(60)
 
+    channels = opened_channels(monkeypatch, kvpool.client.pagestore)
     with new_world() as world:
         world.tracer, world.peers = collector.tracer("pagestore"), ScriptedPeers(wait)
         async with served(world) as store:
@@ -215,7 +218,7 @@ async def test_an_acquire_whose_session_ends_is_reported_too() -> None:
             item = AcquireItem(page_key(1), sources=(elsewhere,), metadata=metadata(1))
             async with session.acquire([item], wait_s=60.0):
                 await eventually(pulling.is_set)
-                await session._stream.abort("the engine was killed")
+                await channels[0].close()  # as where the engine was killed
                 await eventually(lambda: store.running.engine.gauges().sessions == 0)
             gate.set()
     reported = collector.attributes("pagestore.acquire")

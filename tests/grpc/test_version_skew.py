@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+import kvpool.client.pagestore
 from kvpool.client.index import IndexClient
 from kvpool.client.page_items import AcquireItem, AcquireResult, PageSource, ReserveItem
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
@@ -35,6 +36,7 @@ from tests.fixtures.pagestore import (
 from tests.fixtures.pagestore_server import served
 from tests.fixtures.patience import patient
 from tests.fixtures.recorded import newer_answer, recorded, recorder
+from tests.grpc.opened_channels import opened_channels
 
 FAR = common_pb2.PeerVersion(wire=9, wire_min=8, software="9.0.0")
 SAID = r"9\.0\.0 \(wire versions 8 to 9\), .* 0\.1\.0 \(wire versions 1 to 1\)"
@@ -195,7 +197,10 @@ async def test_a_client_understands_a_recorded_and_a_newer_index(newer: bool) ->
 
 
 @pytest.mark.parametrize("newer", [False, True])
-async def test_a_client_understands_a_recorded_and_a_newer_pagestore(newer: bool) -> None:
+async def test_a_client_understands_a_recorded_and_a_newer_pagestore(
+    newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channels = opened_channels(monkeypatch, kvpool.client.pagestore)
     reserved: Any = recorded("0.1")["session_reserve_answer"].parse()
     acquired: Any = recorded("0.1")["session_acquire_answer"].parse()
     if newer:
@@ -216,7 +221,7 @@ async def test_a_client_understands_a_recorded_and_a_newer_pagestore(newer: bool
         results: list[AcquireResult] = []
         async with session.acquire([AcquireItem(page_key(at)) for at in range(count)], wait_s=60) as got:
             results = [one async for one in got]
-        await session._stream.abort("the test is over")
+        await channels[0].close()
     assert results[0].slot is not None and results[0].slot.offset == 8192
     assert results[0].source is (PageSource.REMOTE if newer else PageSource.DISK)
     if newer:
