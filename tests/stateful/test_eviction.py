@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from kvpool_pagestore.core.eviction import EvictionPolicy
 from kvpool_pagestore.core.retained import PLAIN, Retention
-from tests.stateful.eviction_model import EvictionMachine
+from tests.stateful.eviction_model import EvictionMachine, parent_of
 
 
 class PolicyMachine(EvictionMachine):
@@ -59,24 +59,66 @@ def test_a_policy_that_gives_up_a_head_before_its_tail_is_caught() -> None:
     must_fail(WithoutChainsMachine)
 
 
-def test_a_policy_that_forgets_a_child_when_a_sibling_goes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = EvictionPolicy._leave
+class ForgettingMachine(PolicyMachine):
+    """When a child goes, the policy takes its siblings for heads: they come in once more, as they were otherwise."""
 
-    def forgetful(self: EvictionPolicy[int], row: int) -> None:
-        above = self._parent[row]
-        if above >= 0 and self._children[above] > 1:
-            self._children[above] -= 1
-        leave(self, row)
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside_before: set[int] = set()
 
-    monkeypatch.setattr(EvictionPolicy, "_leave", forgetful)
-    must_fail(PolicyMachine)
+    @invariant()
+    def forget_siblings(self) -> None:
+        parents = {parent_of(gone) for gone in self.inside_before - self.inside.keys()}
+        self.inside_before = set(self.inside)
+        for sibling, entry in self.inside.items():
+            if parent_of(sibling) in parents:
+                self.policy.remove(sibling)
+                self.policy.restore(sibling, domain=entry.domain, retention=entry.retention)
+                if entry.is_held:
+                    self.policy.hold(sibling)
 
 
-def test_a_policy_that_ends_pins_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = EvictionPolicy._note
+def test_a_policy_that_forgets_a_child_when_a_sibling_goes_is_caught() -> None:
+    must_fail(ForgettingMachine)
 
-    def hasty(self: EvictionPolicy[int], row: int, retention: Retention) -> None:
-        note(self, row, replace(retention, pinned_until_us=retention.pinned_until_us // 2))
 
-    monkeypatch.setattr(EvictionPolicy, "_note", hasty)
-    must_fail(PolicyMachine)
+class Hasty(EvictionPolicy[int]):
+    """Ends pins early."""
+
+    def insert(
+        self,
+        key: int,
+        parent: int | None = None,
+        *,
+        position: int = -1,
+        domain: Hashable = None,
+        retention: Retention = PLAIN,
+    ) -> None:
+        super().insert(key, parent, position=position, domain=domain, retention=_shorter(retention))
+
+    def restore(
+        self,
+        key: int,
+        parent: int | None = None,
+        *,
+        position: int = -1,
+        domain: Hashable = None,
+        retention: Retention = PLAIN,
+    ) -> None:
+        super().restore(key, parent, position=position, domain=domain, retention=_shorter(retention))
+
+    def retain(self, key: int, retention: Retention) -> None:
+        super().retain(key, _shorter(retention))
+
+
+def _shorter(retention: Retention) -> Retention:
+    return replace(retention, pinned_until_us=retention.pinned_until_us // 2)
+
+
+class HastyMachine(EvictionMachine):
+    make = Hasty
+    keeps_chains = True
+
+
+def test_a_policy_that_ends_pins_early_is_caught() -> None:
+    must_fail(HastyMachine)

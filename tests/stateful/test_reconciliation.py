@@ -28,6 +28,7 @@ from kvpool_index.metrics import IndexMetrics
 from kvpool_server.node.announce_queue import AnnounceBatch, AnnounceQueue
 from kvpool_server.node.chunk_directory import ChunkDirectory
 from kvpool_server.node.reconciler import Reconciler
+from tests.stateful.rounds import make_round
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 2, 64),), dtype=Dtype.FP32, chunk_tokens=32)
 ENCODING = encode_keyspace("default", SPEC)
@@ -59,19 +60,19 @@ class World:
         self.store = MemoryIndexStore(ManualClock())
         self.engine = self.make_engine(self.store)
         self.checkpoint: MemoryIndexStore | None = None
-        directory = ChunkDirectory(self)
-        self.queue = AnnounceQueue(directory, pending_max=3, batch_max=2, in_flight_max=2)
+        self.directory = ChunkDirectory(self)
+        self.queue = AnnounceQueue(self.directory, pending_max=3, batch_max=2, in_flight_max=2)
         self.queue.limit_items(8)  # a bucket that does not fit is not replaced
         self.lease = NodeLease(incarnation=0, lease_ttl_ms=1, renew_interval_ms=1, announce_epoch=0)
         self.reconciler = Reconciler(
             cast(Any, self),
             NODE.node_id,
             self.queue,
-            directory,
+            self.directory,
             self,
             lease=lambda: self.lease,
             wake=lambda: None,
-            interval_s=60.0,
+            interval_s=0.0,  # rounds are made one by one: see `round`
             share=1.0,
         )
         self.endpoints = SimpleNamespace(config=SimpleNamespace(backoff_initial_s=0.0, backoff_max_s=0.0))
@@ -211,14 +212,13 @@ class World:
 
     async def round(self, meanwhile: list[Step]) -> None:
         """A whole comparison, while the announcer works and the node goes on changing."""
-        task = asyncio.create_task(self.reconciler._round())
-        self.reconciler._asked.clear()
-        while not task.done():
-            await asyncio.sleep(0)
+
+        async def turn() -> None:
             if meanwhile:
                 await self.step(*meanwhile.pop())
             await self.send()
-        await task
+
+        await make_round(self.reconciler, turn)
 
     async def known(self) -> dict[int, tuple[int, ...]]:
         """What the index has of this node."""
@@ -262,13 +262,13 @@ def test_the_index_ends_with_the_truth(
         await world.after_loss(world.reopen())  # a node whose store is another one finds out by its lease
         await world.round(list(during))
         for _ in range(3):
-            if not world.reconciler._asked.is_set() and not world.queue.unsure:
+            if not world.queue.unsure:  # else the node has registered again meanwhile
                 break
             await world.round([])
         await world.round([])  # what changed under the last one
         expected = {number: tuple(held) for number, held in world.truth.items() if any(held)}
         assert await world.known() == expected
-        own = [world.reconciler._directory.digest(number) for number in range(RANGE_COUNT)]
+        own = [world.directory.digest(number) for number in range(RANGE_COUNT)]
         (record,) = await world.store.nodes.snapshot()
         assert await world.store.locations.digests(record.ordinal, range(RANGE_COUNT)) == own
         assert world.queue.acknowledged == world.queue.offered

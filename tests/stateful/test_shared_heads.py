@@ -29,6 +29,7 @@ from kvpool_server.node import reconciler
 from kvpool_server.node.announce_queue import AnnounceQueue
 from kvpool_server.node.chunk_directory import ChunkDirectory
 from kvpool_server.node.reconciler import Reconciler
+from tests.stateful.rounds import make_round
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 1, 64),), dtype=Dtype.FP32, chunk_tokens=32)
 TENANT = "default"
@@ -74,7 +75,7 @@ class Node:
             self,
             lease=lambda: self.lease,
             wake=lambda: None,
-            interval_s=60.0,
+            interval_s=0.0,  # rounds are made one by one: see `round`
             share=1.0,
         )
         self.endpoints = SimpleNamespace(config=SimpleNamespace(backoff_initial_s=0.0, backoff_max_s=0.0))
@@ -160,11 +161,7 @@ class Node:
         self.reconciler.acknowledged()
 
     async def round(self) -> None:
-        task = asyncio.create_task(self.reconciler._round())
-        while not task.done():
-            await asyncio.sleep(0)
-            await self.send()
-        await task
+        await make_round(self.reconciler, self.send)
         await self.deliver()
 
     async def deliver(self) -> None:
