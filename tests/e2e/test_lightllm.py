@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from kvpool.connectors.contrib.lightllm.client import CpuKvCacheClient, PoolCacheWorker, attached
+from kvpool.connectors.contrib.lightllm.settings import LightLlmSettings
+from kvpool.connectors.strided_pages import StridedPages
 from kvpool.core.errors import InvalidRequest
 from kvpool.testing import eventually_sync
 from tests.fixtures.direct_cluster import DirectCluster, direct_cluster
@@ -31,9 +33,15 @@ def server(
     """(settings, owning client, worker) as in lightllm's manager process."""
     directory.mkdir(exist_ok=True)
     settings = settings_of(directory, cluster.settings(host, **given), meta)
+    with serving(settings) as (owner, worker):
+        yield settings, owner, worker
+
+
+@contextmanager
+def serving(settings: LightLlmSettings) -> Iterator[tuple[CpuKvCacheClient, PoolCacheWorker]]:
     owner = CpuKvCacheClient(only_create_meta_data=False, init_shm_data=True, settings=settings)
     try:
-        yield settings, owner, PoolCacheWorker(1.0, owner)
+        yield owner, PoolCacheWorker(1.0, owner)
     finally:
         owner.close()
 
@@ -107,13 +115,12 @@ def test_prompts_cross_servers_through_the_cluster(tmp_path: Path, meta: CacheMe
 
 def test_short_prompts_are_not_stored_and_a_full_cache_keeps_what_it_can(tmp_path: Path) -> None:
     with direct_cluster(tmp_path) as cluster:
-        with server(cluster, tmp_path / "one", CacheMeta(page_num=3)) as (_, owner, worker):
+        settings = settings_of(tmp_path, cluster.settings(), CacheMeta(page_num=3), offload_tokens_min=200)
+        with serving(settings) as (owner, worker):
             hashes = owner.compute_token_list_hash(TOKENS, 64)
             pages, _ = owner.allocate_pages(hashes[:2], disk_offload_enable=True)
-            object.__setattr__(owner._settings, "offload_tokens_min", 1000)
             owner.update_pages_status_to_ready(pages, True, True, 128)
             assert owner.get_pages_to_offloading() == []
-            object.__setattr__(owner._settings, "offload_tokens_min", 0)
             assert offload(owner, hashes, seed=1)[3:] == [-1, -1]
             stored(worker, hashes[:3])
             assert worker.query_loadable_pages(hashes, 0) == 3
@@ -166,15 +173,15 @@ def test_a_group_that_cannot_be_stored_holds_up_no_other(tmp_path: Path, monkeyp
         other = owner.compute_token_list_hash([7, *TOKENS], 64)
         offload(owner, hashes, seed=1)
         offload(owner, other, seed=2)
-        gather, broken = owner.owner._pages.gather, [True]
+        gather, broken = StridedPages.gather, [True]
 
-        def fails_once(*arguments: Any) -> None:
+        def fails_once(pages: StridedPages, *arguments: Any) -> None:
             if broken:
                 broken.clear()
                 raise ValueError("a page that cannot be read")
-            gather(*arguments)
+            gather(pages, *arguments)
 
-        monkeypatch.setattr(owner.owner._pages, "gather", fails_once)
+        monkeypatch.setattr(StridedPages, "gather", fails_once)
         assert worker.run_once(60.0) == 2 and owner.owner.users == 0
         eventually_sync(lambda: worker.query_loadable_pages(other, 0) == len(other))
         assert worker.query_loadable_pages(hashes, 0) == 0

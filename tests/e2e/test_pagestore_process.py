@@ -15,14 +15,22 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.fds import fetch_fd
+from kvpool.client.fds import FetchedFd, fetch_fd
 from kvpool.client.page_items import PageSource
-from kvpool.client.pagestore import PageStoreSession
+from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import RemoteSource
 from kvpool.testing import eventually
-from tests.fixtures.pagestore import shared_memory_directory
-from tests.fixtures.pagestore_process import CLIENT, Process, environment, read, refused, start_process, write
+from tests.fixtures.pagestore import KEYSPACES, shared_memory_directory
+from tests.fixtures.pagestore_process import (
+    CLIENT,
+    Process,
+    environment,
+    read,
+    refused,
+    start_process,
+    write,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -92,19 +100,20 @@ async def test_a_killed_store_comes_back_with_what_was_flushed_and_counts_its_ol
     await control.close()
 
 
-def segment_descriptor(session: PageStoreSession) -> int:
-    """What a peer gets for the segment that it has mapped."""
-    segments = session._segments
-    assert segments is not None
-    (segment_id,) = segments._mappings
-    return fetch_fd(segments._socket_path, segments._token, segment_id, timeout_s=60).fd
-
-
 async def test_a_peer_cannot_truncate_a_segment_and_its_owner_lives(start: Start) -> None:
-    store = start()
-    session = await store.open()
+    store, descriptors = start(), list[int]()
+
+    def fetch(path: Path | str, token: bytes, number: int, *, timeout_s: float) -> FetchedFd:
+        """Keep a descriptor of all that a peer gets."""
+        fetched = fetch_fd(path, token, number, timeout_s=timeout_s)
+        descriptors.append(os.dup(fetched.fd))
+        return fetched
+
+    plan = SessionPlan(endpoint=store.endpoint, peer_name="test", keyspaces=KEYSPACES)
+    session = await PageStoreSession.open(plan, CLIENT, fetch=fetch)
     await write(session, range(2))
-    fd = segment_descriptor(session)
+    session_file, fd = descriptors  # the one segment comes second
+    os.close(session_file)
     size_bytes = os.fstat(fd).st_size
     for wrong_bytes in (0, 2 * size_bytes):
         with pytest.raises(PermissionError):
@@ -122,11 +131,17 @@ import asyncio, sys
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from tests.fixtures.pagestore_process import CLIENT, KEYSPACES, write
 
+sizes = []
+
+def mapped(segment):
+    sizes.append(len(segment.view))
+    return lambda: None
+
 async def main():
     plan = SessionPlan(endpoint=sys.argv[1], peer_name="mapper", keyspaces=KEYSPACES)
-    session = await PageStoreSession.open(plan, CLIENT)
+    session = await PageStoreSession.open(plan, CLIENT, on_map=mapped)
     await write(session, range(2))
-    print(sum(len(one) for one in session._segments._mappings.values()), flush=True)
+    print(sum(sizes), flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvpool.client.index import IndexClient
 from kvpool.client.page_items import AcquireItem
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
+from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.connectors.sglang import HiCacheCalls
+from kvpool.core.page import PageKey
 from kvpool.testing import eventually_sync
 from tests.fixtures.direct_cluster import DirectCluster, direct_cluster
 from tests.fixtures.host_pools import MhaPool, MlaPool, StorageConfig, same_bits
@@ -173,8 +176,11 @@ def test_a_corrupt_page_is_a_miss_and_is_dropped(tmp_path: Path) -> None:
     with direct_cluster(tmp_path) as cluster:
         pool = filled(MhaPool("page_first", heads=2))
         with backend(cluster, pool) as one:
+            stored(one, pool, names[:1])
+            (first,) = held(cluster)
             stored(one, pool, names)
-            flip(one, cluster.settings()["pagestore"], names[1])
+            (second,) = held(cluster) - {first}
+            flip(cluster, second)
             other = pool.slots([5, 6])
             assert one.batch_get_v1(names, other) == [True, False]
             assert one.describe()["corrupt_pages"] == 1
@@ -184,16 +190,31 @@ def test_a_corrupt_page_is_a_miss_and_is_dropped(tmp_path: Path) -> None:
             assert all(one.batch_get_v1(names, other)) and same_bits(pool.rows(6), pool.rows(1))
 
 
-def flip(one: HiCacheCalls, endpoint: str, name: str) -> None:
+def held(cluster: DirectCluster) -> set[PageKey]:
+    """The first pages of all chunks that the pagestore holds."""
+
+    async def ask() -> set[PageKey]:
+        control = PageStoreControl(cluster.settings()["pagestore"], patient())
+        found = {PageKey(chunk.keyspace, chunk.chunk_hash, 0) async for chunk in control.list_chunks()}
+        await control.close()
+        return found
+
+    return asyncio.run(ask())
+
+
+def flip(cluster: DirectCluster, key: PageKey) -> None:
     """Change one byte of a page where it lies in the arena."""
-    space = one._space
-    assert space is not None
-    [place] = one._places(space, [name], None)
 
     async def change() -> None:
-        plan = SessionPlan(endpoint=endpoint, peer_name="test", keyspaces=((space.keyspace, space.space.spec),))
+        settings = cluster.settings()
+        index = IndexClient(patient(index_endpoints=tuple(settings["index_endpoints"])))
+        (keyspace,) = await index.list_keyspaces()
+        await index.close()
+        plan = SessionPlan(
+            endpoint=settings["pagestore"], peer_name="test", keyspaces=((keyspace.keyspace, keyspace.spec),)
+        )
         session = await PageStoreSession.open(plan, patient())
-        async with session.acquire([AcquireItem(space.page_key(place, 0))], wait_s=60) as answers:
+        async with session.acquire([AcquireItem(key)], wait_s=60) as answers:
             async for answer in answers:
                 assert answer.slot is not None
                 with session.slot_view(*answer.slot.place) as view:

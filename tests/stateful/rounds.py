@@ -34,13 +34,19 @@ async def make_round(reconciler: Reconciler, turn: Callable[[], Awaitable[None]]
 @contextmanager
 def _no_failures() -> Iterator[None]:
     """A round that fails is logged and begun again; here it must not fail."""
-    failures: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = failures.append  # type: ignore[method-assign]
-    logger = logging.getLogger(reconciler_module.__name__)
+    handler, logger = _Failures(), logging.getLogger(reconciler_module.__name__)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-    assert not failures, [(one.getMessage(), one.exc_info) for one in failures]
+    assert not handler.found
+
+
+class _Failures(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[object] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append((record.getMessage(), record.exc_info))
