@@ -55,7 +55,7 @@ class Server:
         self.metrics = OffloadingSpecFactory.get_spec_cls(extra).build_metric_definitions(extra)
         spec = OffloadingSpecFactory.create_spec(_config(engine_id, extra, chunk_bytes // tp, tp, canonical))
         self.manager: Any = spec.get_manager()
-        self.chunk_count = self.manager.primary_tier._num_chunks
+        self.chunk_count = self.manager.primary_tier._num_chunks  # noqa: SLF001  # vLLM has no public one
         self._requests = 0
         self._stats: dict[str, float] = {}
 
@@ -136,8 +136,9 @@ class Server:
         """All counters since the start, without their prefix."""
         stats = self.manager.get_stats()
         if stats is not None:
-            for name, values in stats._values.items():
-                if stats._types[name] == "counter":
+            values_by_name, types = stats._values, stats._types  # noqa: SLF001  # vLLM's, which has no public ones
+            for name, values in values_by_name.items():
+                if types[name] == "counter":
                     assert name in self.metrics, name
                     short = name.removeprefix("vllm:kvpool_tier_").removeprefix("vllm:kv_offload_tiering_")
                     self._stats[short] = self._stats.get(short, 0) + sum(values.values())
