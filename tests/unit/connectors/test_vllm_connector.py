@@ -47,8 +47,9 @@ def test_a_worker_that_cannot_share_ends_every_order_of_a_scheduler_that_can(
     connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
     connector.register_kv_caches({})
     assert "a hybrid model" in caplog.text
-    connector.bind_connector_metadata(module.StepMetadata(jobs()))
-    connector.handle_preemptions(connector._connector_metadata)
+    metadata = module.StepMetadata(jobs())
+    connector.bind_connector_metadata(metadata)
+    connector.handle_preemptions(metadata)
     connector.start_load_kv(None)
     connector.wait_for_save()
     assert connector.get_finished(set()) == ({"b"}, {"a"})
@@ -83,16 +84,45 @@ def test_trouble_in_every_call_is_logged_once_in_a_while_and_raised_never(
     assert caplog.text.count("planted get_num_new_matched_tokens") == 1
 
 
-def test_after_a_step_that_was_not_built_no_block_is_taken_for_unchanged(module: Any) -> None:
+def test_the_scheduler_gets_the_blocks_that_running_requests_were_given(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def build_jobs(scheduled: Any, preempted: Any, block_ids_of: Any, new_blocks: Any, checkpoints: Any) -> StepJobs:
+        given.append(new_blocks)
+        return StepJobs(step=1)
+
+    side = SimpleNamespace(needs_new_blocks=True, build_jobs=build_jobs)
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (side, lambda: None))
+    connector = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
+    running = SimpleNamespace(
+        req_ids=["a", "b", "c"],
+        new_block_ids=[([1], [2, 3]), None, ([4], [5])],
+        resumed_req_ids={"c"},  # admitted: vLLM has named them before
+    )
+    state = SimpleNamespace(get_block_ids=lambda request_id: ())
+    output = SimpleNamespace(
+        num_scheduled_tokens={},
+        preempted_req_ids=None,
+        kv_connector_block_state=state,
+        scheduled_cached_reqs=running,
+    )
+    assert connector.build_connector_meta(output).jobs.step == 1
+    assert given == [[1, 2, 3]]
+
+
+def test_after_a_step_that_was_not_built_no_block_is_taken_for_unchanged(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lost: list[bool] = []
 
     def build_jobs(*arguments: Any) -> Any:
         raise RuntimeError("planted")
 
-    connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
-    connector._scheduler = SimpleNamespace(
-        needs_new_blocks=False, build_jobs=build_jobs, lose_new_blocks=lambda: lost.append(True)
-    )
+    side = SimpleNamespace(needs_new_blocks=False, build_jobs=build_jobs, lose_new_blocks=lambda: lost.append(True))
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (side, lambda: None))
+    connector = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
     state = SimpleNamespace(get_block_ids=lambda request_id: ())
     output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=state)
     assert connector.build_connector_meta(output).jobs.step == 0
@@ -109,8 +139,9 @@ def test_layers_are_waited_for_only_where_a_failed_step_can_be_taken_back(
 
 def test_a_scheduler_that_cannot_share_computes(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wiring, "connector_scheduler", refused)
-    connector = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
-    assert connector._kv_transfer_config.kv_load_failure_policy == "recompute"
+    config = a_config()
+    connector = module.KvPoolConnector(config, Role.SCHEDULER, None)
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert connector.get_num_new_matched_tokens(object(), 0) == (0, False)
     assert connector.reset_cache() is True
 
@@ -157,9 +188,9 @@ def test_a_vllm_that_does_not_fit_runs_without_the_connector_which_says_why(
 ) -> None:
     change(monkeypatch)
     for role in (Role.SCHEDULER, Role.WORKER):
-        connector = package.KvPoolConnector(a_config(), role, None)
-        assert_nothing_is_shared(connector)
-    assert connector._kv_transfer_config.kv_load_failure_policy == "fail"  # vLLM's own
+        config = a_config()
+        assert_nothing_is_shared(package.KvPoolConnector(config, role, None))
+        assert config.kv_transfer_config.kv_load_failure_policy == "fail"  # vLLM's own
     (said,) = (record.getMessage() for record in caplog.records if "switched off" in record.getMessage())
     assert "vLLM 9.9" in said and lacking in said and compatibility.SUPPORTED in said
 
@@ -224,7 +255,7 @@ def test_an_engine_whose_memory_no_agent_can_map_runs_without_the_connector_whic
         assert connector.build_connector_worker_meta() is None
         assert (connector.take_events(), connector.reset_cache()) == ((), True)
         connector.shutdown()
-    assert connector._kv_transfer_config.kv_load_failure_policy == "fail"
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
     (line,) = (record.getMessage() for record in caplog.records)
     assert "switched off" in line and cure in line
 

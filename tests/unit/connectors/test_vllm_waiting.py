@@ -14,6 +14,7 @@ import pytest
 from kvpool.client.engine_items import MatchResult
 from kvpool.client.hashing import Prompt
 from kvpool.client.sync import BackgroundLoop
+from kvpool.connectors.vllm.load_plans import LoadPlans
 from kvpool.connectors.vllm.request_chain import request_chain
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.testing import eventually_sync
@@ -68,8 +69,7 @@ def test_so_many_lookups_are_asked_at_once() -> None:
     background, all_asked = BackgroundLoop("test lookups"), asyncio.Event()
     try:
         pool = Counting(3)
-        world = World(pool, lookup_wait_ms=5000.0)
-        world.side._lookups._connection = world.side._connection = world.connection = Loop(pool)  # type: ignore[assignment]
+        world = World(None, connection=Loop(pool), lookup_wait_ms=5000.0)
         requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(100)]
         for request in requests:
             world.side.on_new_request(request)
@@ -151,7 +151,7 @@ def test_a_load_that_cannot_be_ordered_ends_all_the_same(
     request = a_request(120)
     tokens = world.match(request)
     assert tokens == 96
-    monkeypatch.setattr(world.side._loads, "begin", fail)
+    monkeypatch.setattr(LoadPlans, "begin", fail)
     world.side.allocated(request, [BLOCKS[:6]], tokens)
     jobs = world.build()
     assert [(job.request_id, job.failed_blocks(0, 32, 16)) for job in jobs.loads] == [("r", set(BLOCKS[:6]))]
@@ -264,11 +264,9 @@ def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
 
     background = BackgroundLoop("test lookups")
     try:
-        world = World(FakePool(3), lookup_wait_ms=5000.0)
-        world.side._lookups._connection = world.connection = Loop(FakePool(3))  # type: ignore[assignment]
+        world = World(None, connection=Loop(FakePool(3)), lookup_wait_ms=5000.0)
         assert world.match(a_request(120)) == 96
-        world.connection.pool = Slow(3)
-        world.side._lookups._waited_s = 5 * 5.0 - 0.001  # of an engine that computes nothing
+        world = World(None, connection=Loop(Slow(3)), lookup_wait_ms=0.2)
         request = a_request(120, "b", first_token=300)
         assert world.match(request) is None
         world.side.request_finished(request, [[]], "FINISHED_ABORTED")
