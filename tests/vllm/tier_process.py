@@ -61,7 +61,7 @@ class Server:
 
     def begin_store(self, seed: int, first: int, count: int) -> None:
         """What the GPU has computed reaches the CPU region, and is offered to the tier."""
-        request, keys = self._request(), chunk_keys(seed, first, count)
+        request, keys = self.new_request(), chunk_keys(seed, first, count)
         prepared = self.manager.prepare_store(keys, request)
         assert prepared is not None, "vLLM's region has no room"
         view = self.manager.primary_tier.get_kv_memoryview()
@@ -78,13 +78,13 @@ class Server:
     def settle(self) -> dict[str, float]:
         """Step until no job is left; counters so far."""
         while self.manager.has_pending_work():
-            self._step()
-        self._step()
+            self.step()
+        self.step()
         return self.stats()
 
     def look_up(self, seed: int, first: int, count: int) -> dict[str, Any]:
         """As a request that waits: until each chunk is in the region or a miss. Then what is in the region is read."""
-        request, keys = self._request(), chunk_keys(seed, first, count)
+        request, keys = self.new_request(), chunk_keys(seed, first, count)
         answers: dict[OffloadKey, LookupResult] = {}
         steps = 0
         while len(answers) < len(keys):
@@ -93,7 +93,7 @@ class Server:
                     answer = self.manager.lookup(key, request)
                     if answer in (LookupResult.HIT, LookupResult.MISS):
                         answers[key] = answer
-            self._step()
+            self.step()
             steps += 1
         hits = [key for key in keys if answers[key] is LookupResult.HIT]
         equal = controls = 0
@@ -105,15 +105,15 @@ class Server:
                 controls += bool(np.array_equal(slots[chunk], _content(_other(key), self.chunk_bytes)))
             self.manager.complete_load(hits, request)
         self.manager.on_request_finished(request)
-        self._step()
+        self.step()
         return {"hits": len(hits), "equal": equal, "controls": controls, "steps": steps}
 
     def begin_load(self, seed: int, first: int, count: int) -> int:
         """As a request that leaves once its chunks are on their way into the region; how many are."""
-        request, answers = self._request(), [LookupResult.RETRY]
+        request, answers = self.new_request(), [LookupResult.RETRY]
         while LookupResult.RETRY in answers:
             answers = [self.manager.lookup(key, request) for key in chunk_keys(seed, first, count)]
-            self._step()
+            self.step()
         self.manager.on_request_finished(request)
         return answers.count(LookupResult.HIT_PENDING)
 
@@ -126,7 +126,7 @@ class Server:
     def reset(self) -> dict[str, float]:
         """As before a weight update, with jobs that may be running."""
         self.manager.reset_cache()
-        self._step()
+        self.step()
         return self.stats()
 
     def events(self) -> list[list[Any]]:
@@ -147,13 +147,15 @@ class Server:
     def close(self) -> None:
         self.manager.shutdown()
 
-    def _request(self) -> ReqContext:
+    def new_request(self) -> ReqContext:
+        """One that the manager knows of."""
         self._requests += 1
         request = ReqContext(req_id=f"request {self._requests}")
         self.manager.on_new_request(request)
         return request
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """As the scheduler ends one."""
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
         time.sleep(_STEP_PAUSE_S)
 

@@ -66,15 +66,19 @@ def test_trouble_in_every_call_is_logged_once_in_a_while_and_raised_never(
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError(f"planted {name}")
 
-    connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
-    connector._worker = connector._scheduler = Broken()
-    connector.bind_connector_metadata(module.StepMetadata(jobs()))
+    broken = Broken()
+    monkeypatch.setattr(wiring, "connector_worker", lambda *_, **__: (broken, lambda: None))
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (broken, lambda: None))
+    worker = module.KvPoolConnector(a_config(), Role.WORKER, None)
+    worker.register_kv_caches({})
+    worker.bind_connector_metadata(module.StepMetadata(jobs()))
+    connector = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
     monkeypatch.setattr(module, "_log_rate", module.LogRateLimiter())
     request = SimpleNamespace(request_id="r", status=SimpleNamespace(name="FINISHED_STOPPED"))
     for _ in range(3):
-        assert connector.get_finished(set()) == (None, None)
-        assert connector.get_block_ids_with_load_errors() == set()
-        assert connector.build_connector_worker_meta() is None
+        assert worker.get_finished(set()) == (None, None)
+        assert worker.get_block_ids_with_load_errors() == set()
+        assert worker.build_connector_worker_meta() is None
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
         assert connector.request_finished(request, []) == (False, None)
         assert connector.take_events() == ()
@@ -130,10 +134,25 @@ def test_after_a_step_that_was_not_built_no_block_is_taken_for_unchanged(
 
 
 def test_layers_are_waited_for_only_where_a_failed_step_can_be_taken_back(
-    module: Any, caplog: pytest.LogCaptureFixture
+    module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert module.KvPoolConnector(a_config(layerwise=True), Role.WORKER, None)._settings.layerwise
-    assert not module.KvPoolConnector(a_config(batches=2, layerwise=True), Role.WORKER, None)._settings.layerwise
+    side = SimpleNamespace(get_num_new_matched_tokens=lambda request, held_tokens: 32)
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (side, lambda: None))
+    waited: list[int] = []
+    monkeypatch.setattr(wiring, "layer_numbers", lambda *_: {"layer": 0})
+    worker_side = type("Side", (), {"wait_layers": lambda self, layers: waited.append(layers)})()
+    monkeypatch.setattr(wiring, "connector_worker", lambda *_, **__: (worker_side, lambda: None))
+    for batches, layerwise in ((1, True), (2, False)):
+        config = a_config(batches=batches, layerwise=True)
+        scheduler = module.KvPoolConnector(config, Role.SCHEDULER, None)
+        assert scheduler.get_num_new_matched_tokens(object(), 0) == (32, not layerwise), (
+            "a request waits for all or none"
+        )
+        worker = module.KvPoolConnector(config, Role.WORKER, None)
+        worker.register_kv_caches({})
+        waited.clear()
+        worker.wait_for_layer_load("layer")
+        assert waited == [1] * layerwise
     assert "--no-async-scheduling" in caplog.text
 
 
@@ -269,10 +288,21 @@ def test_allocators_of_other_devices_do_not_count() -> None:
     )
 
 
-def test_workers_say_which_agents_serve_them_also_of_a_pipeline(module: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_say_which_agents_serve_them_also_of_a_pipeline(
+    module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def connector_worker(*arguments: Any, **options: Any) -> Any:
+        *_, agents = arguments
+        agents.select(WorkerPlacement(on_gpu=True, gpu="GPU-b"))
+        return Side(), lambda: None
+
+    class Side:
+        pass
+
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(wiring, "connector_worker", connector_worker)
     worker = module.KvPoolConnector(a_config(), Role.WORKER, None)
-    worker._agents.select(WorkerPlacement(on_gpu=True, gpu="GPU-b"))
+    worker.register_kv_caches({})
     scheduler = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
     scheduler.set_xfer_handshake_metadata_pp_aware(
         {(1, 0): worker.get_handshake_metadata(), (0, 0): module.WorkerAgent("", "")}

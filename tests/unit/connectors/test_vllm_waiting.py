@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kvpool.connectors.vllm.request_chain import request_chain
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.testing import eventually_sync
 from tests.unit.connectors.vllm_fakes import FakeConnection, FakePool, a_request
+from tests.unit.connectors.vllm_jobs import CHUNK_BYTES
 from tests.unit.connectors.vllm_worlds import BLOCKS, World, hashes_of
 
 _HASHING = "kvpool.connectors.vllm.scheduler.request_chain"
@@ -234,22 +236,33 @@ def test_after_a_reset_the_pool_is_anothers() -> None:
     assert (job.request_id, hashes_of(job)) == ("new", asked[-1])
 
 
+def reachable_count(root: object) -> int:
+    """How often containers that can be reached from an object hold one, those of code and modules left out."""
+    seen, left, count = {id(root)}, [root], 0
+    while left:
+        for one in gc.get_referents(left.pop()):
+            count += 1
+            if id(one) not in seen and gc.is_tracked(one) and not isinstance(one, type | ModuleType | FunctionType):
+                seen.add(id(one))
+                left.append(one)
+    return count
+
+
 def test_nothing_of_a_request_is_kept_when_it_has_gone() -> None:
-    world = World(FakePool(3))
-    for number in range(5):
-        request = a_request(120, f"r{number}", first_token=200 * number)
-        world.ended(world.load(request), loaded_chunks=3)
-        request.num_computed_tokens = 119
-        world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
-        world.stored(world.build())
-    side: Any = world.side
-    assert (side._states, side._loads._running, side._loads._first_chunks, side._store_plans._pending) == (
-        {},
-        {},
-        {},
-        {},
-    )
-    assert side._loads._queued_bytes == 0
+    world, counts = World(FakePool(3), load_bytes_in_flight_max=3 * CHUNK_BYTES), []
+    for turn in range(3):
+        for number in range(5):
+            request = a_request(120, f"r{turn} {number}", first_token=200 * number)
+            world.ended(world.load(request), loaded_chunks=3)  # which waits if any byte is still in flight
+            request.num_computed_tokens = 119
+            world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
+            world.stored(world.build())
+        world.side.take_events()
+        world.side.counters.take()
+        world.connection.pool.asked.clear()
+        world.connection.traces.clear()
+        counts.append(reachable_count(world.side))
+    assert counts == [counts[0]] * 3, "what is known of chunks stays, and there are no others after the first turn"
 
 
 def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
