@@ -113,7 +113,7 @@ def _have_model_runner_v2() -> None:
 
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from kvpool.connectors.vllm import wiring
+    from kvpool.connectors.vllm import identity, wiring
 
     initialize = GPUModelRunner.initialize_kv_cache
 
@@ -123,8 +123,12 @@ def _have_model_runner_v2() -> None:
 
     # It notes addresses of recurrent state before the connector moves a CPU's memory, which a GPU's stays in.
     GPUModelRunner.initialize_kv_cache = initialize_twice
-    cache_infos = wiring.kv_cache_infos
-    wiring.kv_cache_infos = lambda vllm_config, caches: cache_infos(_AsOfRunnerV1(vllm_config), caches)
+
+    def kv_cache_infos(vllm_config: Any, kv_cache_config: Any) -> Any:
+        return identity.kv_cache_infos(_AsOfRunnerV1(vllm_config), kv_cache_config)
+
+    of_connector: Any = wiring
+    of_connector.kv_cache_infos = kv_cache_infos
 
 
 class _AsOfRunnerV1:

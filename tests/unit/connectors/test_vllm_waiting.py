@@ -252,11 +252,13 @@ def test_nothing_of_a_request_is_kept_when_it_has_gone() -> None:
     world, counts = World(FakePool(3), load_bytes_in_flight_max=3 * CHUNK_BYTES), []
     for turn in range(3):
         for number in range(5):
-            request = a_request(120, f"r{turn} {number}", first_token=200 * number)
+            request = a_request(200, f"r{turn} {number}", first_token=1000 * number)
             world.ended(world.load(request), loaded_chunks=3)  # which waits if any byte is still in flight
-            request.num_computed_tokens = 119
+            request.num_computed_tokens = 199
             world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
-            world.stored(world.build())
+            jobs = world.build()
+            assert jobs.stores
+            world.stored(jobs)
         world.side.take_events()
         world.side.counters.take()
         world.connection.pool.asked.clear()

@@ -48,7 +48,7 @@ class WatchedWorkers:
         found = await self._workers.run(function, *args, **kwargs)
         if getattr(function, "__name__", "") == "gone_sessions":
             self.looks += 1
-            self.gone += found  # type: ignore[misc,arg-type]  # what that function returns
+            self.gone += found  # type: ignore[arg-type]  # what that function returns
         return found
 
 

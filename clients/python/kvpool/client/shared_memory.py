@@ -37,11 +37,13 @@ class SharedMemoryRegion:
         if size_bytes <= 0:
             raise InvalidRequest(f"size_bytes must be > 0, got {size_bytes}")
         self.size_bytes = size_bytes
-        is_own = adopted_fd is None
-        self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if is_own else os.dup(adopted_fd)
+        if adopted_fd is None:
+            self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            self._fd = os.dup(adopted_fd)
         try:
             os.posix_fallocate(self._fd, 0, size_bytes)
-            if is_own:
+            if adopted_fd is None:
                 fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             self._memory = mmap.mmap(self._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             populate(self._memory)
