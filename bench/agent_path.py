@@ -126,7 +126,7 @@ def _device() -> type:
         async def map_cache(self, spec: Any, grid: Any, layout: Any, handles: Any, events: Any) -> Any:
             cpu = await super().map_cache(spec, grid, layout, handles, events)
             engine = TransferEngine(Link(), scratch_bytes=1 << 20)  # type: ignore[arg-type]
-            addresses = [memory.ctypes.data for memory in cpu._memory]  # type: ignore[attr-defined]
+            addresses = [memory.ctypes.data for memory in cpu._memory]  # type: ignore[attr-defined]  # noqa: SLF001  # as mapped here
             own = list(shards_in(grid.bitmap_for(layout.layer_range, layout.head_range)))
             store, load = engine.directions(PlaneTable.of(spec, grid, layout, addresses), own)
             return GpuCache(store, load, lambda slot: True, lambda: None)

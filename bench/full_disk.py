@@ -132,7 +132,7 @@ def make(directory: Path, chunk_count: int) -> None:
     store = RocksPageStore(directory / "disk", budget.capacity_bytes)
     store.open()
     store.remember_keyspace(ENCODING)
-    database = store._pages.database  # the one way to write records without their pages
+    database = store._pages.database  # noqa: SLF001  # the one way to write records without their pages
     batch = WriteBatch(raw_mode=True)
     for done, chunk in enumerate(chunks.by_hash().tolist()):
         metadata, chunk_hash = chunks.metadata(chunk), chunks.hash(chunk)

@@ -81,7 +81,7 @@ class _Watch:
         while True:
             time.sleep(_BEAT_S)
             if not self._stack and time.perf_counter() - self._due_s > _SEEN_S:
-                frame: FrameType | None = sys._current_frames().get(self._thread_id)
+                frame: FrameType | None = sys._current_frames().get(self._thread_id)  # noqa: SLF001  # documented
                 frames = traceback.extract_stack(frame)[-_STACK_FRAMES:] if frame is not None else []
                 self._stack = " > ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in frames)
 

@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from bench.match_rig import Server, filled, percentile, query_of, running_index, running_redis
+from bench.match_rig import filled, percentile, query_of, running_index, running_redis
 from bench.pages_stream import KEYSPACE, METADATA, PAYLOAD_BYTES, SPEC, key, make_page
+from bench.process_usage import cpu_s
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.tls import TlsCredentials, TlsFiles
@@ -52,8 +53,8 @@ class Streams:
     """Page streams to one pagestore, with buffers for all pages."""
 
     def __init__(self, process: Process, tls: TlsCredentials | None, page_count: int) -> None:
-        self._server = Server(process._process, process.ready["bulk_endpoint"])
-        self._client = PageTransferClient(self._server.endpoint, frame_bytes=1 << 20, tls=tls)
+        self._pid = process.pid
+        self._client = PageTransferClient(process.ready["bulk_endpoint"], frame_bytes=1 << 20, tls=tls)
         self._buffers = [bytearray(page_bytes(PAYLOAD_BYTES)) for _ in range(page_count)]
         self._written = 0
         self.close = self._client.close
@@ -65,7 +66,7 @@ class Streams:
 
     def cpu_s(self) -> float:
         """Processor time of both ends so far."""
-        return self._server.cpu_s() + time.process_time()
+        return cpu_s(self._pid) + time.process_time()
 
     def prepare_write(self) -> None:
         """Make pages that the pagestore does not have."""

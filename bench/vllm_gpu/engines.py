@@ -251,7 +251,8 @@ def _collectors() -> list[Any]:
     and each engine goes on to count in its own."""
     from prometheus_client import REGISTRY
 
-    return [one for one in list(REGISTRY._collector_to_names) if getattr(one, "_name", "").startswith("vllm:")]
+    collectors = list(REGISTRY._collector_to_names)  # noqa: SLF001  # prometheus_client names them in no other way
+    return [one for one in collectors if getattr(one, "_name", "").startswith("vllm:")]
 
 
 def _sampling(new_tokens: int) -> Any:

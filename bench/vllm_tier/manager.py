@@ -38,7 +38,7 @@ class ManagedTier:
     def store(self, sample: int) -> float:
         """Seconds until the tier has all chunks of a sample."""
         server = self._server
-        request, keys = server._request(), self._keys(sample)
+        request, keys = server.new_request(), self._keys(sample)
         prepared = server.manager.prepare_store(keys, request)
         for number, chunk in enumerate(prepared.store_spec.chunk_ids):
             self._slots[chunk][:8] = np.array([sample * GROUPS_OF_KEYS + number]).view(np.int8)
@@ -54,10 +54,10 @@ class ManagedTier:
 
         server = self._server
         server.manager.reset_cache()  # what is in the region is forgotten
-        server._step()
+        server.step()
         for slot in self._slots:
             slot[:8] = 0
-        request, keys = server._request(), self._keys(sample)
+        request, keys = server.new_request(), self._keys(sample)
         answers: dict[Any, LookupResult] = {}
         started_s = time.perf_counter()
         while len(answers) < len(keys):
@@ -66,7 +66,7 @@ class ManagedTier:
                     answer = server.manager.lookup(key, request)
                     if answer in (LookupResult.HIT, LookupResult.MISS):
                         answers[key] = answer
-            server._step()
+            server.step()
         seconds = time.perf_counter() - started_s
         if LookupResult.MISS in answers.values():
             raise ValueError(f"{list(answers.values()).count(LookupResult.MISS)} of {len(keys)} chunks are misses")
@@ -76,7 +76,7 @@ class ManagedTier:
             raise ValueError("chunks came in places of others")
         server.manager.complete_load(keys, request)
         server.manager.on_request_finished(request)
-        server._step()
+        server.step()
         return seconds
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def host_pool(kind: type, layout: str) -> Any:
     pool.head_num, pool.head_dim, pool.v_head_dim = HEADS, HEAD_DIM, HEAD_DIM
     pool.kv_cache_dim, pool.head_group_num = LATENT, 1
     pool.start_layer, pool.end_layer = 0, LAYERS
-    pool._transfer_device = torch.device("cpu")
+    pool._transfer_device = torch.device("cpu")  # noqa: SLF001  # SGLang's; its constructor needs a device pool
     pool.allocator = get_allocator_from_storage("default")
     pool.kv_buffer = pool.init_kv_buffer()
     return pool

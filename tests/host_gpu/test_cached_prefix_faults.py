@@ -33,8 +33,7 @@ async def two_ranks(host: PeerHost) -> tuple[Rank, Rank]:
 
 
 async def kill(rank: Rank) -> None:
-    """As if its process had ended."""
-    await rank.session._stream.abort("killed")
+    await rank.kill()
 
 
 async def close(rank: Rank) -> None:
@@ -77,7 +76,7 @@ async def test_what_comes_from_an_engine_that_dies_meanwhile_does_not_count(agen
 async def test_a_source_that_closes_stops_copies_that_have_not_begun(agents: int) -> None:
     async with peer_host(agents) as host:
         source, rank = await two_ranks(host)
-        session, reading = host.agents[0].engine.sessions[0], rank.agent.engine.sessions[-1]
+        session = host.agents[0].engine.sessions[0]
         before = rank.rows(range(4, 8))
         host.hold(agents - 1)
         handles = [await rank.begin_load(rank.span())]
@@ -85,7 +84,7 @@ async def test_a_source_that_closes_stops_copies_that_have_not_begun(agents: int
         handles.append(await rank.begin_load(rank.span(places=range(4, 8))))
         await eventually(lambda: host.devices[-1].launched == 2)  # it is in line behind the first one
         closing = asyncio.ensure_future(source.session.close())
-        await eventually(lambda: not session.is_open and all(use.stop.cancelled for use in reading._uses))
+        await eventually(lambda: not session.is_open and all(stop.cancelled for stop in host.devices[-1].stops))
         assert not closing.done()
         host.release(agents - 1)
         assert [(await handle.done(PATIENCE_S)).loaded_chunks for handle in handles] == [0, 0]
@@ -134,8 +133,7 @@ async def test_an_event_that_cannot_be_asked_fails_the_load_and_is_no_refusal(mo
         async def event_passed(slot: int) -> bool:
             raise RuntimeError("the driver is gone")
 
-        cache = host.agents[0].engine.sessions[1]._cache
-        monkeypatch.setattr(cache, "event_passed", event_passed)
+        monkeypatch.setattr(host.devices[0].caches[1], "event_passed", event_passed)
         event = rank.record()
         result = await rank.load(after=event)
         assert result.loaded_chunks == 0 and result.failed_chunks == tuple(range(CHUNKS))

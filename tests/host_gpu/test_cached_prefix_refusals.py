@@ -108,7 +108,7 @@ async def test_memory_that_is_the_destinations_own_is_no_source_however_it_is_na
 
 def exports(rank: Rank) -> list[IpcMemory]:
     """What the rank registered."""
-    return [region.memory for region in rank.session._plan.regions if isinstance(region, GpuRegion)]
+    return [region.memory for region in rank.registered.regions if isinstance(region, GpuRegion)]
 
 
 async def test_an_agent_on_the_cpu_serves_such_loads_from_the_pool() -> None:

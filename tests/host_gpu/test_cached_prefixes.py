@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.client.gpuagent import EngineSession
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.errors import NotServed, ServiceUnavailable
 from kvpool.core.geometry import KvGroup
@@ -279,10 +280,12 @@ async def test_a_malformed_announcement_is_refused_and_the_session_goes_on() -> 
         assert await rank.sources() == [(CHUNKS, "GPU")]
 
 
-async def test_an_announcement_of_more_chunks_than_a_request_may_have_is_refused() -> None:
+async def test_an_announcement_of_more_chunks_than_a_request_may_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with peer_host(max_request_chunks=CHUNKS - 1) as host:
         source = await host.rank(SPEC, presets.vllm_nhd_layout, block_count=16)
-        source.session._ready.max_request_chunks = CHUNKS  # as an engine that does not ask what may be
+        monkeypatch.setattr(EngineSession, "max_request_chunks", CHUNKS)  # as an engine that does not ask what may be
         source.announce()
         source.announce(PROMPT.hashes[:1], range(1))
         await host.announced(1)

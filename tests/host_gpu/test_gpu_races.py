@@ -238,7 +238,7 @@ async def test_a_close_comes_after_the_copies(who: str) -> None:
         await one.copying()
         closing = asyncio.ensure_future(session.close() if who == "engine" else one.agent.engine.close())
         running = one.agent.engine.sessions[0]
-        await eventually(lambda: running._closing is not None)
+        await eventually(lambda: not running.is_open)
         assert one.device.mapped == 1
         assert not session.released.is_set()
         one.release_copies()

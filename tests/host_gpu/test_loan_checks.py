@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from kvpool.client.cache_loan import CacheLoan
+from kvpool.client.session_stream import SessionStream
 from kvpool.core.elements import Dtype
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.v1.gpuagent_pb2 import LendCacheRequest
 from tests.fixtures import layout_presets as presets
 from tests.fixtures.agent import CLIENT
 from tests.fixtures.patience import PATIENCE_S
@@ -40,8 +43,14 @@ async def test_checks_end_with_their_loan(
         endpoint, session_id, keyspace = source.agent.endpoint, source.session.session_id, source.session.keyspace
         loan = await CacheLoan.open(endpoint, session_id, keyspace, CLIENT, timeout_s=PATIENCE_S)
         assert (await loan.check([0, 1], PATIENCE_S)).size == 2
+        send = SessionStream.send
+
+        def send_no_check(stream: SessionStream[Any, Any], *messages: Any) -> None:
+            if not any(isinstance(message, LendCacheRequest) for message in messages):
+                send(stream, *messages)
+
         with monkeypatch.context() as patch:
-            patch.setattr(loan._stream, "send", lambda *messages: None)
+            patch.setattr(SessionStream, "send", send_no_check)
             checks = [asyncio.ensure_future(loan.check([0], PATIENCE_S)) for _ in range(2)]
             with pytest.raises(DeadlineExceeded):
                 await loan.check([0], 0.001)

@@ -113,7 +113,7 @@ def _have_model_runner_v2() -> None:
 
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from kvpool.connectors.vllm import identity
+    from kvpool.connectors.vllm import identity, wiring
 
     initialize = GPUModelRunner.initialize_kv_cache
 
@@ -123,7 +123,24 @@ def _have_model_runner_v2() -> None:
 
     # It notes addresses of recurrent state before the connector moves a CPU's memory, which a GPU's stays in.
     GPUModelRunner.initialize_kv_cache = initialize_twice
-    identity._has_addresses_of_states = lambda vllm_config: False
+
+    def kv_cache_infos(vllm_config: Any, kv_cache_config: Any) -> Any:
+        return identity.kv_cache_infos(_AsOfRunnerV1(vllm_config), kv_cache_config)
+
+    of_connector: Any = wiring
+    of_connector.kv_cache_infos = kv_cache_infos
+
+
+class _AsOfRunnerV1:
+    """The VllmConfig of an engine with model runner V2, without a word of that: kvpool refuses it on a CPU."""
+
+    use_v2_model_runner = False
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._vllm_config = vllm_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._vllm_config, name)
 
 
 def _become_engine(connection: socket.socket) -> None:

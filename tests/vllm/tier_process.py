@@ -55,13 +55,13 @@ class Server:
         self.metrics = OffloadingSpecFactory.get_spec_cls(extra).build_metric_definitions(extra)
         spec = OffloadingSpecFactory.create_spec(_config(engine_id, extra, chunk_bytes // tp, tp, canonical))
         self.manager: Any = spec.get_manager()
-        self.chunk_count = self.manager.primary_tier._num_chunks
+        self.chunk_count = self.manager.primary_tier._num_chunks  # noqa: SLF001  # vLLM has no public one
         self._requests = 0
         self._stats: dict[str, float] = {}
 
     def begin_store(self, seed: int, first: int, count: int) -> None:
         """What the GPU has computed reaches the CPU region, and is offered to the tier."""
-        request, keys = self._request(), chunk_keys(seed, first, count)
+        request, keys = self.new_request(), chunk_keys(seed, first, count)
         prepared = self.manager.prepare_store(keys, request)
         assert prepared is not None, "vLLM's region has no room"
         view = self.manager.primary_tier.get_kv_memoryview()
@@ -78,13 +78,13 @@ class Server:
     def settle(self) -> dict[str, float]:
         """Step until no job is left; counters so far."""
         while self.manager.has_pending_work():
-            self._step()
-        self._step()
+            self.step()
+        self.step()
         return self.stats()
 
     def look_up(self, seed: int, first: int, count: int) -> dict[str, Any]:
         """As a request that waits: until each chunk is in the region or a miss. Then what is in the region is read."""
-        request, keys = self._request(), chunk_keys(seed, first, count)
+        request, keys = self.new_request(), chunk_keys(seed, first, count)
         answers: dict[OffloadKey, LookupResult] = {}
         steps = 0
         while len(answers) < len(keys):
@@ -93,7 +93,7 @@ class Server:
                     answer = self.manager.lookup(key, request)
                     if answer in (LookupResult.HIT, LookupResult.MISS):
                         answers[key] = answer
-            self._step()
+            self.step()
             steps += 1
         hits = [key for key in keys if answers[key] is LookupResult.HIT]
         equal = controls = 0
@@ -105,15 +105,15 @@ class Server:
                 controls += bool(np.array_equal(slots[chunk], _content(_other(key), self.chunk_bytes)))
             self.manager.complete_load(hits, request)
         self.manager.on_request_finished(request)
-        self._step()
+        self.step()
         return {"hits": len(hits), "equal": equal, "controls": controls, "steps": steps}
 
     def begin_load(self, seed: int, first: int, count: int) -> int:
         """As a request that leaves once its chunks are on their way into the region; how many are."""
-        request, answers = self._request(), [LookupResult.RETRY]
+        request, answers = self.new_request(), [LookupResult.RETRY]
         while LookupResult.RETRY in answers:
             answers = [self.manager.lookup(key, request) for key in chunk_keys(seed, first, count)]
-            self._step()
+            self.step()
         self.manager.on_request_finished(request)
         return answers.count(LookupResult.HIT_PENDING)
 
@@ -126,7 +126,7 @@ class Server:
     def reset(self) -> dict[str, float]:
         """As before a weight update, with jobs that may be running."""
         self.manager.reset_cache()
-        self._step()
+        self.step()
         return self.stats()
 
     def events(self) -> list[list[Any]]:
@@ -136,8 +136,9 @@ class Server:
         """All counters since the start, without their prefix."""
         stats = self.manager.get_stats()
         if stats is not None:
-            for name, values in stats._values.items():
-                if stats._types[name] == "counter":
+            values_by_name, types = stats._values, stats._types  # noqa: SLF001  # vLLM's, which has no public ones
+            for name, values in values_by_name.items():
+                if types[name] == "counter":
                     assert name in self.metrics, name
                     short = name.removeprefix("vllm:kvpool_tier_").removeprefix("vllm:kv_offload_tiering_")
                     self._stats[short] = self._stats.get(short, 0) + sum(values.values())
@@ -146,13 +147,15 @@ class Server:
     def close(self) -> None:
         self.manager.shutdown()
 
-    def _request(self) -> ReqContext:
+    def new_request(self) -> ReqContext:
+        """One that the manager knows of."""
         self._requests += 1
         request = ReqContext(req_id=f"request {self._requests}")
         self.manager.on_new_request(request)
         return request
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """As the scheduler ends one."""
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
         time.sleep(_STEP_PAUSE_S)
 

@@ -30,28 +30,52 @@ class WorkerProbe:
         """From now on the blocks that loads fill of one KV cache group hold no KV ("zeroes"), that of other tokens of
         the prompt ("others"), or what they held when they were loaded last ("kept": "keep" changes nothing), once a
         load has ended. group: -1 spoils none."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from kvpool.connectors.vllm.worker import ConnectorWorker
 
-        side = get_kv_transfer_group()._worker
-        load = type(side)._load.__get__(side)
+        if not hasattr(self, "_spoiled"):
+            self._loading: dict[str, list[Any]] = {}  # jobs of requests whose loads have not ended
+            self._watch_loads(ConnectorWorker)
+        self._spoiled = group, how
 
-        async def load_and_spoil(pool: Any, running: Any, step_event: Any) -> Any:
-            result, job = await load(pool, running, step_event), running.job
-            if job.group == group:
-                block_tokens = side._groups[group].block_tokens
-                blocks = job.block_ids[job.first_token // block_tokens : -(-job.end_token // block_tokens)]
-                # Of other groups too: they have other blocks of it. Views of recurrent state say nothing of their page.
-                tensors = [tensor for tensor in self.model_runner.kv_caches if not isinstance(tensor, tuple)]
-                if how == "keep":
-                    self._kept = [tensor[blocks].clone() for tensor in tensors]
-                for number, tensor in enumerate(tensors if how != "keep" else ()):
-                    if how == "kept":
-                        tensor[blocks] = self._kept[number]
-                    else:
-                        tensor[blocks] = 0 if how == "zeroes" else tensor[blocks[:1]].clone()
-            return result
+    def _watch_loads(self, kind: Any) -> None:
+        """Spoil what this process's connector has loaded before vLLM learns that the loads have ended."""
+        start, received, arrived = kind.start_loads, kind.take_finished_recving, kind.take_arrived
 
-        side._load = load_and_spoil
+        def start_loads(side: Any, jobs: Any) -> None:
+            for job in jobs.loads:
+                self._loading.setdefault(job.request_id, []).append(job)
+            start(side, jobs)
+
+        def take_finished_recving(side: Any) -> set[str]:
+            requests: set[str] = received(side)
+            self._spoil(requests)
+            return requests
+
+        def take_arrived(side: Any) -> Any:
+            reports = arrived(side)
+            self._spoil({report.request_id for report in reports})
+            return reports
+
+        kind.start_loads, kind.take_finished_recving = start_loads, take_finished_recving
+        kind.take_arrived = take_arrived
+
+    def _spoil(self, requests: set[str]) -> None:
+        group, how = self._spoiled
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        for job in [job for request_id in requests for job in self._loading.pop(request_id, ())]:
+            if job.group != group:
+                continue
+            block_tokens = groups[group].kv_cache_spec.block_size
+            blocks = job.block_ids[job.first_token // block_tokens : -(-job.end_token // block_tokens)]
+            # Of other groups too: they have other blocks of it. Views of recurrent state say nothing of their page.
+            tensors = [tensor for tensor in self.model_runner.kv_caches if not isinstance(tensor, tuple)]
+            if how == "keep":
+                self._kept = [tensor[blocks].clone() for tensor in tensors]
+            for number, tensor in enumerate(tensors if how != "keep" else ()):
+                if how == "kept":
+                    tensor[blocks] = self._kept[number]
+                else:
+                    tensor[blocks] = 0 if how == "zeroes" else tensor[blocks[:1]].clone()
 
     def spoil_offload(self) -> None:
         """From now on what vLLM's offload loads are zeroes (tests.vllm.host_offload)."""

@@ -44,13 +44,18 @@ class SimulatedHost(Host):
 
     def __init__(self) -> None:
         self._host = SimHost("host", CAPACITY_BYTES)
+        self._processes: dict[SimArena, Process] = {}
 
     def start(self) -> SimArena:
-        return SimArena(self._host, Process("pagestore"))
+        process = Process("pagestore")
+        arena = SimArena(self._host, process)
+        self._processes[arena] = process
+        return arena
 
     def crash(self, arena: SimArena) -> None:  # type: ignore[override]
-        arena._process.alive = False
-        self._host.process_gone(arena._process)
+        process = self._processes[arena]
+        process.alive = False
+        self._host.process_gone(process)
 
     def give_up(self, arena: SimArena, fd: int) -> Callable[[], None]:  # type: ignore[override]
         peer = Process("peer")

@@ -42,25 +42,25 @@ class Terminal:
             [sys.executable, "-c", SCRIPT], stdin=slave, stdout=slave, stderr=slave, env=environment
         )
         os.close(slave)
-        self._seen = b""
+        self.seen = b""
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def type(self, keys: bytes) -> None:
-        self._seen = b""
+        self.seen = b""
         os.write(self.master, keys)
 
     def shows(self, part: bytes) -> bool:
         """Read until it is there. False if the process ends, or the time, before it."""
         deadline_s = time.monotonic() + DEADLINE_S
-        while part not in self._seen and time.monotonic() < deadline_s:
+        while part not in self.seen and time.monotonic() < deadline_s:
             if select.select([self.master], [], [], 0.1)[0]:
                 try:
-                    self._seen += os.read(self.master, 65536)
+                    self.seen += os.read(self.master, 65536)
                 except OSError:  # the process has ended
                     break
-        return part in self._seen
+        return part in self.seen
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def terminal() -> Iterator[Terminal]:
 
 def test_it_is_drawn_resized_sorted_and_left(terminal: Terminal) -> None:
     assert terminal.shows(b"the index does not answer"), "news of trouble stand below the last view"
-    assert b"kvpool top" in terminal._seen and b"HOT CHAIN" in terminal._seen and b"TOKENS/s" not in terminal._seen
+    assert b"kvpool top" in terminal.seen and b"HOT CHAIN" in terminal.seen and b"TOKENS/s" not in terminal.seen
     terminal.resize(160, 50)
     terminal.process.send_signal(signal.SIGWINCH)
     assert terminal.shows(b"TOKENS/s")

@@ -11,6 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
+
+from kvpool.client import pagestore
 from kvpool.client.fds import FetchedFd
 from kvpool.client.page_items import AcquireItem, ReserveItem
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
@@ -20,6 +23,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2, pagestore_pb2_grpc
+from tests.fixtures.channels import opened_channels
 from tests.unit.client.servers import SPEC, Script, Streams, serve, test_config
 
 KEYSPACE = b"k" * 16
@@ -81,6 +85,12 @@ class Peer:
         self.plan = SessionPlan(endpoint=endpoint, peer_name="test", keyspaces=((KEYSPACE, SPEC),))
         self.config = test_config(**settings)
         self.sessions: list[PageStoreSession] = []
+        self.channels: list[grpc.aio.Channel] = []  # of all of them
+
+    async def break_sessions(self) -> None:
+        """Cut their connections."""
+        for channel in self.channels:
+            await channel.close()
 
     async def greet(self, interval_ms: int = 10_000) -> tuple[Script, Any]:
         """Answer the `open` of the next stream."""
@@ -110,11 +120,13 @@ async def peer(directory: Path, **settings: Any) -> AsyncGenerator[Peer]:
     store = ScriptedStore()  # type: ignore[abstract]
     async with serve(pagestore_pb2_grpc.add_PageStoreServiceServicer_to_server, store) as (_, endpoint):
         one = Peer(store, Memory(directory), endpoint, settings)
-        try:
-            yield one
-        finally:
-            for session in one.sessions:
-                await session._stream.abort("the test is over")
+        with opened_channels(pagestore) as one.channels:
+            try:
+                yield one
+            finally:
+                await one.break_sessions()
+                for session in one.sessions:
+                    await session.broken.wait()
 
 
 def reserve_items(count: int) -> list[ReserveItem]:

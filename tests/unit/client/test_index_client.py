@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,13 +124,18 @@ async def test_a_draining_replica_is_asked_again_or_left_for_another() -> None:
 
 async def test_a_replica_that_hangs_leaves_time_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, given_s = scripted(None), scripted(info("two")), list[float]()
-    call_once = Endpoints._call_once
+    stub_of = Endpoints.stub
 
-    async def noted(self: Any, method: Any, request: Any, timeout_s: float) -> Any:
-        given_s.append(timeout_s)
-        return await call_once(self, method, request, 0.1 if len(given_s) == 1 else timeout_s)  # not to wait so long
+    def noted(endpoints: Endpoints[Any]) -> Any:
+        stub = stub_of(endpoints)
 
-    monkeypatch.setattr(Endpoints, "_call_once", noted)
+        def get_index_info(request: Any, *, timeout: float, metadata: Any) -> Any:
+            given_s.append(timeout)  # the first one does not wait so long
+            return stub.GetIndexInfo(request, timeout=0.1 if len(given_s) == 1 else timeout, metadata=metadata)
+
+        return SimpleNamespace(GetIndexInfo=get_index_info)
+
+    monkeypatch.setattr(Endpoints, "stub", noted)
     async with serve(add, one) as (_, first), serve(add, two) as (_, second):
         client = IndexClient(test_config(index_endpoints=(first, second)))
         assert (await client.get_info()).version == "two"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpool.client.channel import open_channel
 from kvpool.client.page_items import PageSource, Slot
 from kvpool.client.pagestore import PageStoreSession
-from kvpool.client.session_stream import SessionStream
+from kvpool.client.session_stream import SessionStream, SingleReply
 from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import (
     ArenaFull,
@@ -130,14 +131,22 @@ async def test_an_answer_without_a_waiter_returns_its_leases(tmp_path: Path, how
         assert list((await stream.next("abort")).abort.lease_ids) == [8, 9]
 
 
-async def test_a_caller_cancelled_in_the_instant_of_the_answer_gives_its_leases_back(tmp_path: Path) -> None:
+async def test_a_caller_cancelled_in_the_instant_of_the_answer_gives_its_leases_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with peer(tmp_path) as one:
         session, stream = await one.open()
         reserving = asyncio.create_task(session.reserve(reserve_items(1)))
         request = await stream.next("reserve")
-        (reply, _), *_ = session._stream._pending.values()
-        reply.deliver(granted(request, 4))
-        reserving.cancel()
+        deliver = SingleReply.deliver
+
+        def deliver_and_cancel(reply: SingleReply[Any], response: Any) -> bool:
+            delivered = deliver(reply, response)
+            reserving.cancel()
+            return delivered
+
+        monkeypatch.setattr(SingleReply, "deliver", deliver_and_cancel)
+        stream.send(granted(request, 4))
         with pytest.raises(asyncio.CancelledError):
             await reserving
         assert list((await stream.next("abort")).abort.lease_ids) == [4]

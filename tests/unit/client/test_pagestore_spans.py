@@ -70,8 +70,10 @@ async def test_reserved_slots_are_mapped_once_and_have_addresses(tmp_path: Path)
             del view
         session.abort_soon(got.granted.lease_ids)
         assert list((await stream.next("abort")).abort.lease_ids) == [1, 2]
-        await session._stream.abort("over")
-        await session._unmap()
+        closing = asyncio.create_task(session.close())
+        await stream.next("close")
+        stream.end()
+        assert await closing
         with pytest.raises(LeaseLost):
             session.addresses(got.granted)
 
@@ -131,7 +133,11 @@ async def test_pages_come_as_they_settle_and_what_is_not_taken_is_released(tmp_p
             first = await anext(answers)
             assert (first.granted.lease_ids.tolist(), first.granted.sources.tolist()) == ([11, 12], [2, 2])
             stream.send(answer(request, {0: 13}, final=False))
-            await asyncio.wait_for(answers._changed.wait(), PATIENCE_S)
+            committing = asyncio.create_task(session.commit([77]))  # its answer comes behind that one
+            commit = await stream.next("commit")
+            results = pb.CommitResponse(results=[pb.LeaseResult()])
+            stream.send(Response(request_id=commit.request_id, commit=results))
+            assert await committing == []
         assert list((await stream.next("release")).release.lease_ids) == [13], "the others are the caller's"
         stream.send(answer(request, {4: 14}, failed=[pb.SpanFailure(page=3)]))
         assert list((await stream.next("release")).release.lease_ids) == [14]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.client.pagestore import PageStoreSession
 from kvpool.client.store_config import StoreConfig
 from kvpool.client.store_pool import AsyncStorePages
 from kvpool.client.store_sync import StorePages
@@ -56,13 +57,12 @@ def config(store: Served, **changes: Any) -> StoreConfig:
 
 @asynccontextmanager
 async def pool_of(store: Served, **changes: Any) -> AsyncIterator[AsyncStorePages]:
-    pool: Any = AsyncStorePages(config(store, **changes), "test")
-    pool._index = Index(*[len(CHAIN)] * 20)
+    index: Any = Index(*[len(CHAIN)] * 20)
+    pool = AsyncStorePages(config(store, **changes), "test", index=index)
     try:
         yield pool
     finally:
-        await pool._transport.close()
-        pool._threads.shutdown(wait=False)
+        await pool.close()
 
 
 async def stored(pool: AsyncStorePages) -> None:
@@ -166,7 +166,12 @@ async def test_closing_the_pool_ends_calls_with_misses_after_their_copies() -> N
             waiting = asyncio.create_task(asyncio.to_thread(pool.put, SPACE, CHAIN, copies))
             await copies.begun()
             closing = asyncio.create_task(asyncio.to_thread(pool.close))
-            await eventually(lambda: pool._pool._writes._closed, WAIT_S)
+
+            async def refuses() -> bool:
+                await asyncio.to_thread(pool.put, SPACE, [], copies)
+                return str(pool.counts.last_failure).startswith("store: ")
+
+            await eventually(refuses, WAIT_S)
             assert not waiting.done()
             copies.go_on.set()
             assert await waiting == [False] * 3 and not copies.running
@@ -189,12 +194,10 @@ def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
     pool.close()
 
 
-async def test_a_slot_of_another_size_is_not_written() -> None:
+async def test_a_slot_of_another_size_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_world() as world:
         async with served(world) as store, pool_of(store) as pool:
-            transport: Any = pool._transport
-            session = await transport.link.live(KEYSPACE, SPEC)
-            reserve = session.reserve
+            reserve = PageStoreSession.reserve
 
             async def smaller(*arguments: Any, **named: Any) -> Any:
                 results = await reserve(*arguments, **named)
@@ -203,7 +206,7 @@ async def test_a_slot_of_another_size_is_not_written() -> None:
                 object.__setattr__(slot, "page_bytes", slot.page_bytes - 8)
                 return results
 
-            session.reserve = smaller
+            monkeypatch.setattr(PageStoreSession, "reserve", smaller)
             touched: set[tuple[int, int]] = set()
             stored = await pool.put(SPACE, CHAIN, lambda position, shard, _: touched.add((position, shard)))
             assert stored == [False, True, True] and (0, 1) not in touched and (0, 2) in touched
@@ -212,11 +215,10 @@ async def test_a_slot_of_another_size_is_not_written() -> None:
 async def test_an_idle_pool_lets_go_of_the_arena_of_a_pagestore_that_crashed() -> None:
     with new_world() as world:
         async with served(world) as store:
-            pool: Any = AsyncStorePages(config(store), "test")
-            pool._index = Index(*[len(CHAIN)] * 20)
+            index: Any = Index(*[len(CHAIN)] * 20)
+            pool = AsyncStorePages(config(store), "test", index=index)
             await stored(pool)
         async with served(world) as store:
             await eventually(lambda: store.running.engine.gauges().sessions == 1)
             await eventually(lambda: store.running.engine.gauges().arena_quarantined_bytes == 0)
-            await pool._transport.close()
-            pool._threads.shutdown(wait=False)
+            await pool.close()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from kvpool.client.index import OpenedKeyspace
 from kvpool.client.store_config import StoreConfig
 from kvpool.client.store_pool import AsyncStorePages
-from kvpool.client.store_values import ChunkPlace, KeyspaceShards, OpenedShards
-from kvpool.core.cluster import ChainMatch, ChainQuery, Location, MatchRun, NodeInfo, NodeKind
+from kvpool.client.store_reading import WindowRead
+from kvpool.client.store_values import ChunkPlace, KeyspaceShards, OpenedShards, PayloadCopy, WantedPage
+from kvpool.client.store_writing import WindowWritten
+from kvpool.core.cluster import ChainMatch, ChainQuery, Location, MatchRun, NodeInfo, NodeKind, RemoteSource
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
@@ -29,7 +32,11 @@ class Index:
 
     def __init__(self, *script: KvPoolError | int | list[int]) -> None:
         self.script, self.opened, self.asked, self.queries = list(script), 0, 0, list[ChainQuery]()
-        self.match_stream = SimpleNamespace(match_many=self.match_many)
+        self.match_stream = SimpleNamespace(match_many=self.match_many, close=self.close)
+        self.endpoints = SimpleNamespace(close=self.close)
+
+    async def close(self) -> None:
+        pass
 
     async def open_keyspace(self, name: str, spec: object, *, timeout_s: float) -> OpenedKeyspace:
         self.opened += 1
@@ -55,31 +62,69 @@ class Index:
         return ChainMatch(matched_chunks=len(held), runs=runs, nodes={NODE.node_id: NODE})
 
 
-@pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Callable[[Index], tuple[AsyncStorePages, OpenedShards]]]:
-    pools: list[Any] = []
+class EmptyTransport:
+    """Pagestores that have nothing of what they are asked for. asked: pages, with the nodes that were named."""
 
-    def make(index: Index) -> tuple[AsyncStorePages, OpenedShards]:
+    node_id, connected, pages_max, reads_at_once = b"", True, 64, 1
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[WantedPage, tuple[RemoteSource, ...]]] = []
+
+    def prepare(self) -> None:
+        pass
+
+    @asynccontextmanager
+    async def use(self, space: OpenedShards) -> AsyncGenerator[EmptyTransport]:
+        yield self
+
+    async def read(
+        self, pages: Sequence[WantedPage], sources: Sequence[tuple[RemoteSource, ...]], wait_s: float, take: PayloadCopy
+    ) -> WindowRead:
+        self.asked += zip(pages, sources, strict=True)
+        return WindowRead()
+
+    async def write(self, pages: Sequence[WantedPage], wait_s: float, fill: PayloadCopy) -> WindowWritten:
+        raise AssertionError("nothing is written")
+
+    async def close(self) -> None:
+        pass
+
+
+class Make(Protocol):
+    """Makes a pool; transport: None for that of a pagestore which is not there."""
+
+    def __call__(
+        self, index: Index, transport: EmptyTransport | None = None
+    ) -> tuple[AsyncStorePages, OpenedShards]: ...
+
+
+def never(position: int, shard: int, payload: memoryview) -> None:
+    raise AssertionError("nothing is copied")
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[Make]:
+    pools: list[AsyncStorePages] = []
+
+    def make(index: Index, transport: EmptyTransport | None = None) -> tuple[AsyncStorePages, OpenedShards]:
         config = StoreConfig.of({"index_endpoints": ["unused:1"], "pagestore": f"unix:{tmp_path}/nobody"})
-        pool: Any = AsyncStorePages(config, "test")
-        pool._index = index
-        pools.append(pool)
-        return pool, OpenedShards(space=SPACE, keyspace=KEYSPACE, hash_key=bytes(32))
+        scripted: Any = index
+        pools.append(AsyncStorePages(config, "test", index=scripted, transport=transport))
+        return pools[-1], OpenedShards(space=SPACE, keyspace=KEYSPACE, hash_key=bytes(32))
 
     yield make
     for pool in pools:
-        await pool._transport.close()
-
-
-Make = Callable[[Index], tuple[AsyncStorePages, OpenedShards]]
+        await pool.close()
 
 
 async def test_a_keyspace_that_the_index_has_lost_is_opened_again(made: Make) -> None:
     index = Index(KeyspaceUnknown("gone"), 3)
-    pool, space = made(index)
+    transport = EmptyTransport()
+    pool, space = made(index, transport)
     assert await pool.find(space, CHAIN) == [True] * 3 + [False] * 2
     assert index.opened == 1 and [query.chunk_count for query in index.queries] == [5, 5]
-    assert pool._found[CHAIN[0].chunk_hash].remote[0].bulk_endpoint == "host:1"
+    assert await pool.get(space, CHAIN[:3], never) == [False] * 3
+    assert [[source.bulk_endpoint for source in sources] for _, sources in transport.asked] == [["host:1"]] * 3
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("no Redis"), ServiceUnavailable("no index")])
@@ -90,25 +135,29 @@ async def test_an_index_that_cannot_answer_is_a_miss(made: Make, error: KvPoolEr
 
 
 async def test_without_a_pagestore_everything_is_a_miss_and_places_are_forgotten(made: Make) -> None:
-    pool, space = made(Index(5, 5))
+    index = Index(5, 5)
+    pool, space = made(index)
     assert all(await pool.find(space, CHAIN))
-
-    def never(position: int, shard: int, payload: memoryview) -> None:
-        raise AssertionError("nothing is copied")
-
     assert await pool.get(space, CHAIN, never) == [False] * 5
     assert await pool.put(space, CHAIN, never) == [False] * 5
-    assert not pool._found and not pool.connected
+    assert not pool.connected
     assert (pool.counts.missed_chunks, pool.counts.refused_chunks) == (5, 5)
     assert await pool.get(space, [], never) == []
+    assert index.asked == 1
+    assert await pool.get(space, CHAIN[-1:], never) == [False]
+    assert index.asked == 2, "where the chunks are was forgotten"
 
 
 async def test_pages_of_another_split_are_read_where_they_have_all_heads(made: Make) -> None:
     """The space is one shard of two heads; the other ranks' shards 1 and 2 have a head each."""
-    pool, space = made(Index([0b001, 0b110, 0b010, 0b111]))
+    index, transport = Index([0b001, 0b110, 0b010, 0b111]), EmptyTransport()
+    pool, space = made(index, transport)
     assert await pool.find(space, CHAIN[:4]) == [True, True, False, True]
-    read = {chunk_hash: found.shards for chunk_hash, found in pool._found.items()}
-    assert read == {CHAIN[0].chunk_hash: 0b001, CHAIN[1].chunk_hash: 0b110, CHAIN[3].chunk_hash: 0b001}
+    found = [CHAIN[0], CHAIN[1], CHAIN[3]]
+    assert await pool.get(space, found, never) == [False] * 3
+    read = [(page.position, page.shard) for page, _ in transport.asked]
+    assert sorted(read) == [(0, 0), (1, 1), (1, 2), (2, 0)]
+    assert index.asked == 1, "they were known"
 
 
 async def test_chunks_that_stand_alone_are_questions_of_their_own_asked_at_once(made: Make) -> None:

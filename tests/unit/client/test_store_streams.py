@@ -15,9 +15,9 @@ from kvpool.client.store_pool import AsyncStorePages
 from kvpool.client.store_streams import StreamTransport
 from kvpool.client.store_values import ChunkPlace, KeyspaceShards, OpenedShards
 from kvpool.client.transfer import OnRead, OnWritten, PageToRead, PageToWrite
-from kvpool.core.cluster import NodeInfo, NodeKind, RemoteSource, StaleLocation
-from kvpool.core.errors import ArenaFull, InvalidRequest, Stopped
-from kvpool.core.outcome import Admission
+from kvpool.core.cluster import ChainMatch, ChainQuery, Location, MatchRun, NodeInfo, NodeKind, StaleLocation
+from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, Stopped
+from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, SPEC, chunk_hash
@@ -76,6 +76,18 @@ class Index(MatchIndex):
     def __init__(self) -> None:
         super().__init__(*[0] * 50)
         self.stale: list[StaleLocation] = []
+        self.holders: list[NodeInfo] = []  # of all chunks, from now on
+
+    def match(self, query: ChainQuery) -> ChainMatch | KvPoolError:
+        if not self.holders:
+            return super().match(query)
+        locations = tuple(
+            Location(node_id=node.node_id, incarnation=node.incarnation, tier=Tier.DISK, shards=query.shards)
+            for node in self.holders
+        )
+        runs = (MatchRun(chunk_count=query.chunk_count, locations=locations),)
+        nodes = {node.node_id: node for node in self.holders}
+        return ChainMatch(matched_chunks=query.chunk_count, runs=runs, nodes=nodes)
 
     async def place(self, keyspace: bytes, head: bytes, *, host_id: str) -> list[NodeInfo]:
         return [NodeInfo(node_id=b"a" * 16, kind=NodeKind.PAGESTORE, bulk_endpoint="a:1", incarnation=7)]
@@ -100,11 +112,9 @@ class World:
         self.index, self.nodes = Index(), {"a:1": Node(), "b:1": Node()}
         limits = ("load_timeout_s", "store_timeout_s", "room_wait_s")
         given = {"index_endpoints": ["unused:1"], "pagestore": "remote", **dict.fromkeys(limits, PATIENCE_S)}
-        pool: Any = AsyncStorePages(StoreConfig.of(given | settings), "test")
-        self.pool = pool
-        self.pool._index = self.index
         self.transport = Transport(self.index, self.nodes, WINDOW_PAGES * PAGE_BYTES)
-        self.pool._transport = self.transport
+        index: Any = self.index
+        self.pool = AsyncStorePages(StoreConfig.of(given | settings), "test", index=index, transport=self.transport)
 
     async def put(self) -> list[bool]:
         def fill(position: int, shard: int, payload: memoryview) -> None:
@@ -144,13 +154,13 @@ async def test_a_page_damaged_on_the_wire_is_never_taken_and_comes_from_the_next
     assert came == [False] * COUNT and not taken
     assert world.pool.counts.corrupt_pages == COUNT == len(first.verified) == len(world.index.stale) // 2
     second.pages = first.pages
-    await world.put()  # a miss was forgotten
-    for place in CHAIN:
-        found = world.pool._found[place.chunk_hash]
-        source = RemoteSource(node_id=b"b" * 16, incarnation=1, bulk_endpoint="b:1")
-        world.pool._found[place.chunk_hash] = type(found)(found.shards, (*found.remote, source))
-    came, taken = await world.get()
+    world.index.holders = [
+        NodeInfo(node_id=name.encode() * 16, kind=NodeKind.PAGESTORE, bulk_endpoint=f"{name}:1", incarnation=7)
+        for name in "ab"
+    ]
+    came, taken = await world.get()  # a miss was forgotten: the index is asked
     assert came == [True] * COUNT and right(taken)
+    assert world.pool.counts.corrupt_pages == 2 * COUNT, "the first source was tried again"
 
 
 async def test_pages_for_which_a_node_has_no_room_are_tried_again_while_others_are_taken() -> None:

@@ -75,11 +75,12 @@ def test_a_deadline_cancels_the_work() -> None:
 
 
 def test_stop_cancels_what_runs_and_later_calls_are_refused() -> None:
-    loop = BackgroundLoop()
+    loop = BackgroundLoop("to be stopped")
     left = loop.start(asyncio.Event().wait)
+    assert "to be stopped" in {thread.name for thread in threading.enumerate()}
     loop.stop()
     assert left.cancelled()
-    assert not loop._thread.is_alive()
+    assert "to be stopped" not in {thread.name for thread in threading.enumerate()}
     loop.stop()
     with pytest.raises(ServiceUnavailable, match="closed"):
         loop.run(lambda: _value(1))

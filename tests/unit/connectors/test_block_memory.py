@@ -20,7 +20,10 @@ CPU = torch.device("cpu")
 class Events:
     """GpuEvents that hands out one event and no more."""
 
+    made: list[Events]
+
     def __init__(self, ordinal: int) -> None:
+        self.made.append(self)
         self.slots = object()
         self.left = [EngineEvent(slot=0, generation=1)]
         self.closed = False
@@ -52,6 +55,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     def export(tensors: list[torch.Tensor]) -> Any:
         return SimpleNamespace(regions=tuple(f"region of {tensor.numel()}" for tensor in tensors))
 
+    monkeypatch.setattr(Events, "made", [], raising=False)
     monkeypatch.setattr("kvpool.client.gpu.GpuEvents", Events)
     monkeypatch.setattr("kvpool.client.gpu.export_tensors", export)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: stream)
@@ -81,9 +85,9 @@ def test_memory_that_an_agent_may_touch_is_not_reused(stream: Stream, caplog: py
 
 def test_memory_that_is_not_used_is_freed(stream: Stream) -> None:
     memory = GpuBlockMemory(64, CPU)
-    events = memory._events
     memory.close(untouched=True)
-    assert events.closed  # type: ignore[attr-defined]
+    (events,) = Events.made
+    assert events.closed
     assert not subject._abandoned
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.client.store_values import KeyspaceShards
+from kvpool.connectors import sglang
 from kvpool.connectors.sglang import HiCacheCalls, _page_numbers
 from kvpool.connectors.sglang_pools import Identity, host_pages, page_key_rule
 from kvpool.connectors.sglang_side_pools import ALL_PAGES, TRAILING_PAGES, PoolHits, SidePool, restorable_prefixes
@@ -71,21 +72,29 @@ class RefusingPages:
 
     def __init__(self) -> None:
         self.refusal = KeyspaceMismatch("the name is bound to another geometry", field="layers")
+        self.is_reached = False  # the index
 
     def open(self, space: KeyspaceShards) -> None:
-        raise self.refusal
+        if self.is_reached:
+            raise self.refusal
+
+    def close(self) -> None:
+        pass
 
     def run(self, work: object, count: int) -> list[bool]:
         raise self.refusal
 
 
-def test_a_keyspace_that_is_refused_after_the_start_is_a_miss_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_keyspace_that_is_refused_after_the_start_is_a_miss_and_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: Any = RefusingPages()
+    monkeypatch.setattr(sglang, "StorePages", lambda *_: pages)
     settings = {"index_endpoints": ["127.0.0.1:1"], "pagestore": "unix:/nobody", "model_revision": "1"}
     calls = HiCacheCalls(StorageConfig(extra_config=settings))
     try:
         calls.register_mem_pool_host(MhaPool("page_first"))
-        pages: Any = RefusingPages()
-        calls._pool, ours = pages, calls._pool
+        pages.is_reached = True
         side = SidePool(pages, MhaPool("page_first"), "swa", StorageConfig(), IDENTITY, "rule")
         caplog.clear()
         for _ in range(2):
@@ -94,7 +103,6 @@ def test_a_keyspace_that_is_refused_after_the_start_is_a_miss_and_said_once(capl
             assert calls.batch_set_v1(["a"], torch.arange(32)) == [False]
             assert side.exists(["a", "b"]) == [False, False]
         assert [record.message.partition(":")[0] for record in caplog.records] == ["kvpool"] * 2
-        calls._pool = ours
     finally:
         calls.close()
 

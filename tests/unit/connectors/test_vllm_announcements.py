@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from kvpool.client.block_generations import BlockGenerations
 from kvpool.client.engine_items import EngineSource
+from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.kv_groups import KvCache, KvCacheGroup
 from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.connectors.vllm.settings import VllmSettings
@@ -271,7 +272,15 @@ def test_a_step_takes_few_bytes_whatever_it_writes() -> None:
     assert isinstance(written, np.ndarray) and written.nbytes == 4 * 10_000
 
 
-def test_chunks_on_other_gpus_are_no_pages_and_are_loaded_from_there() -> None:
+def test_chunks_on_other_gpus_are_no_pages_and_are_loaded_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, add = list[bytes](), KnownChunks.add
+
+    def noted(chunks: KnownChunks, hashes: Iterable[bytes]) -> None:
+        taken = list(hashes)
+        known.extend(taken)
+        add(chunks, taken)
+
+    monkeypatch.setattr(KnownChunks, "add", noted)
     pool = FakePool(3)
     pool.source = EngineSource.GPU
     world, request = World(pool), a_request(100)
@@ -279,7 +288,7 @@ def test_chunks_on_other_gpus_are_no_pages_and_are_loaded_from_there() -> None:
     tokens = world.side.get_num_new_matched_tokens(request, 0)
     assert tokens == 96
     assert not pool.leases
-    assert not world.side._known.leading([pool.asked[0][0].hashes[0]], 0)
+    assert not known
     world.side.allocated(request, [BLOCKS[:7]], tokens)
     (job,) = world.side.build_jobs({}, (), lambda _: [BLOCKS]).loads
     assert job.from_gpu
@@ -302,12 +311,14 @@ def generations() -> Iterator[BlockGenerations]:
     table.close()
 
 
-def a_worker(generations: BlockGenerations, session: Session | None, split: int = 1) -> ConnectorWorker:
+def a_worker(
+    generations: BlockGenerations, session: Session | None, split: int = 1, connection: FakeConnection | None = None
+) -> ConnectorWorker:
     pool = SimpleNamespace(session=session) if session is not None else None
     group = WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=1000, step_events=StepEvents(None), split=split)
     return ConnectorWorker(
         VllmSettings(agent="unix:/x", chunk_tokens=CHUNK),
-        FakeConnection(pool),  # type: ignore[arg-type]
+        connection or FakeConnection(pool),  # type: ignore[arg-type]
         WorkerKvCache(groups=[group], generations=generations),
     )
 
@@ -366,8 +377,11 @@ def test_a_step_of_which_not_all_is_known_ends_all_that_was_announced(
 
 
 def test_an_announcement_without_an_agent_is_dropped(generations: BlockGenerations) -> None:
-    worker = a_worker(generations, None)
+    connection, session = FakeConnection(None), Session()
+    worker = a_worker(generations, None, connection=connection)
     jobs = StepJobs(step=1, announce=[announce([3, 4])], written=block_id_array([]))
     worker.handle_preemptions(jobs)
     worker.start_stores(jobs)
-    assert not worker._announced
+    connection.pool = SimpleNamespace(session=session)
+    worker.start_stores(StepJobs(step=2))
+    assert not session.announced

@@ -47,8 +47,9 @@ def test_a_worker_that_cannot_share_ends_every_order_of_a_scheduler_that_can(
     connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
     connector.register_kv_caches({})
     assert "a hybrid model" in caplog.text
-    connector.bind_connector_metadata(module.StepMetadata(jobs()))
-    connector.handle_preemptions(connector._connector_metadata)
+    metadata = module.StepMetadata(jobs())
+    connector.bind_connector_metadata(metadata)
+    connector.handle_preemptions(metadata)
     connector.start_load_kv(None)
     connector.wait_for_save()
     assert connector.get_finished(set()) == ({"b"}, {"a"})
@@ -65,15 +66,19 @@ def test_trouble_in_every_call_is_logged_once_in_a_while_and_raised_never(
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError(f"planted {name}")
 
-    connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
-    connector._worker = connector._scheduler = Broken()
-    connector.bind_connector_metadata(module.StepMetadata(jobs()))
+    broken = Broken()
+    monkeypatch.setattr(wiring, "connector_worker", lambda *_, **__: (broken, lambda: None))
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (broken, lambda: None))
+    worker = module.KvPoolConnector(a_config(), Role.WORKER, None)
+    worker.register_kv_caches({})
+    worker.bind_connector_metadata(module.StepMetadata(jobs()))
+    connector = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
     monkeypatch.setattr(module, "_log_rate", module.LogRateLimiter())
     request = SimpleNamespace(request_id="r", status=SimpleNamespace(name="FINISHED_STOPPED"))
     for _ in range(3):
-        assert connector.get_finished(set()) == (None, None)
-        assert connector.get_block_ids_with_load_errors() == set()
-        assert connector.build_connector_worker_meta() is None
+        assert worker.get_finished(set()) == (None, None)
+        assert worker.get_block_ids_with_load_errors() == set()
+        assert worker.build_connector_worker_meta() is None
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
         assert connector.request_finished(request, []) == (False, None)
         assert connector.take_events() == ()
@@ -83,16 +88,45 @@ def test_trouble_in_every_call_is_logged_once_in_a_while_and_raised_never(
     assert caplog.text.count("planted get_num_new_matched_tokens") == 1
 
 
-def test_after_a_step_that_was_not_built_no_block_is_taken_for_unchanged(module: Any) -> None:
+def test_the_scheduler_gets_the_blocks_that_running_requests_were_given(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def build_jobs(scheduled: Any, preempted: Any, block_ids_of: Any, new_blocks: Any, checkpoints: Any) -> StepJobs:
+        given.append(new_blocks)
+        return StepJobs(step=1)
+
+    side = SimpleNamespace(needs_new_blocks=True, build_jobs=build_jobs)
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (side, lambda: None))
+    connector = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
+    running = SimpleNamespace(
+        req_ids=["a", "b", "c"],
+        new_block_ids=[([1], [2, 3]), None, ([4], [5])],
+        resumed_req_ids={"c"},  # admitted: vLLM has named them before
+    )
+    state = SimpleNamespace(get_block_ids=lambda request_id: ())
+    output = SimpleNamespace(
+        num_scheduled_tokens={},
+        preempted_req_ids=None,
+        kv_connector_block_state=state,
+        scheduled_cached_reqs=running,
+    )
+    assert connector.build_connector_meta(output).jobs.step == 1
+    assert given == [[1, 2, 3]]
+
+
+def test_after_a_step_that_was_not_built_no_block_is_taken_for_unchanged(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lost: list[bool] = []
 
     def build_jobs(*arguments: Any) -> Any:
         raise RuntimeError("planted")
 
-    connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
-    connector._scheduler = SimpleNamespace(
-        needs_new_blocks=False, build_jobs=build_jobs, lose_new_blocks=lambda: lost.append(True)
-    )
+    side = SimpleNamespace(needs_new_blocks=False, build_jobs=build_jobs, lose_new_blocks=lambda: lost.append(True))
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (side, lambda: None))
+    connector = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
     state = SimpleNamespace(get_block_ids=lambda request_id: ())
     output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=state)
     assert connector.build_connector_meta(output).jobs.step == 0
@@ -100,17 +134,33 @@ def test_after_a_step_that_was_not_built_no_block_is_taken_for_unchanged(module:
 
 
 def test_layers_are_waited_for_only_where_a_failed_step_can_be_taken_back(
-    module: Any, caplog: pytest.LogCaptureFixture
+    module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert module.KvPoolConnector(a_config(layerwise=True), Role.WORKER, None)._settings.layerwise
-    assert not module.KvPoolConnector(a_config(batches=2, layerwise=True), Role.WORKER, None)._settings.layerwise
+    side = SimpleNamespace(get_num_new_matched_tokens=lambda request, held_tokens: 32)
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (side, lambda: None))
+    waited: list[int] = []
+    monkeypatch.setattr(wiring, "layer_numbers", lambda *_: {"layer": 0})
+    worker_side = type("Side", (), {"wait_layers": lambda self, layers: waited.append(layers)})()
+    monkeypatch.setattr(wiring, "connector_worker", lambda *_, **__: (worker_side, lambda: None))
+    for batches, layerwise in ((1, True), (2, False)):
+        config = a_config(batches=batches, layerwise=True)
+        scheduler = module.KvPoolConnector(config, Role.SCHEDULER, None)
+        assert scheduler.get_num_new_matched_tokens(object(), 0) == (32, not layerwise), (
+            "a request waits for all or none"
+        )
+        worker = module.KvPoolConnector(config, Role.WORKER, None)
+        worker.register_kv_caches({})
+        waited.clear()
+        worker.wait_for_layer_load("layer")
+        assert waited == [1] * layerwise
     assert "--no-async-scheduling" in caplog.text
 
 
 def test_a_scheduler_that_cannot_share_computes(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wiring, "connector_scheduler", refused)
-    connector = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
-    assert connector._kv_transfer_config.kv_load_failure_policy == "recompute"
+    config = a_config()
+    connector = module.KvPoolConnector(config, Role.SCHEDULER, None)
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert connector.get_num_new_matched_tokens(object(), 0) == (0, False)
     assert connector.reset_cache() is True
 
@@ -157,9 +207,9 @@ def test_a_vllm_that_does_not_fit_runs_without_the_connector_which_says_why(
 ) -> None:
     change(monkeypatch)
     for role in (Role.SCHEDULER, Role.WORKER):
-        connector = package.KvPoolConnector(a_config(), role, None)
-        assert_nothing_is_shared(connector)
-    assert connector._kv_transfer_config.kv_load_failure_policy == "fail"  # vLLM's own
+        config = a_config()
+        assert_nothing_is_shared(package.KvPoolConnector(config, role, None))
+        assert config.kv_transfer_config.kv_load_failure_policy == "fail"  # vLLM's own
     (said,) = (record.getMessage() for record in caplog.records if "switched off" in record.getMessage())
     assert "vLLM 9.9" in said and lacking in said and compatibility.SUPPORTED in said
 
@@ -224,7 +274,7 @@ def test_an_engine_whose_memory_no_agent_can_map_runs_without_the_connector_whic
         assert connector.build_connector_worker_meta() is None
         assert (connector.take_events(), connector.reset_cache()) == ((), True)
         connector.shutdown()
-    assert connector._kv_transfer_config.kv_load_failure_policy == "fail"
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
     (line,) = (record.getMessage() for record in caplog.records)
     assert "switched off" in line and cure in line
 
@@ -238,10 +288,21 @@ def test_allocators_of_other_devices_do_not_count() -> None:
     )
 
 
-def test_workers_say_which_agents_serve_them_also_of_a_pipeline(module: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_say_which_agents_serve_them_also_of_a_pipeline(
+    module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def connector_worker(*arguments: Any, **options: Any) -> Any:
+        *_, agents = arguments
+        agents.select(WorkerPlacement(on_gpu=True, gpu="GPU-b"))
+        return Side(), lambda: None
+
+    class Side:
+        pass
+
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(wiring, "connector_worker", connector_worker)
     worker = module.KvPoolConnector(a_config(), Role.WORKER, None)
-    worker._agents.select(WorkerPlacement(on_gpu=True, gpu="GPU-b"))
+    worker.register_kv_caches({})
     scheduler = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
     scheduler.set_xfer_handshake_metadata_pp_aware(
         {(1, 0): worker.get_handshake_metadata(), (0, 0): module.WorkerAgent("", "")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,9 +266,7 @@ def test_a_request_goes_on_when_all_groups_are_in() -> None:
 def test_nothing_is_said_of_a_request_while_a_group_may_still_be_written() -> None:
     world = GroupsWorld(Pool(), Pool(), held=True)
     world.load()
-    (_, future), *others = world.connection._waiting
-    world.connection._waiting = others
-    future.set_exception(RuntimeError("planted"))
+    world.connection.fail_first(RuntimeError("planted"))
     assert (world.side.take_finished_recving(), world.side.take_failed_requests()) == (set(), set())
     world.connection.go()
     assert (world.side.take_finished_recving(), world.side.take_failed_requests()) == ({"r"}, {"r"})
@@ -334,17 +331,3 @@ def test_blocks_that_are_zeroed_before_the_connector_hears_of_it_are_not_stored(
     runner.execute_model(StepJobs(step=2, overwritten=[1] if overwritten else []), zero)
     storing.join(PATIENCE_S)
     assert pool.kept == [not overwritten]
-
-
-def test_blocks_of_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.unit.connectors import vllm_modules
-
-    vllm_modules.install(monkeypatch)
-    from kvpool.connectors.vllm import connector
-
-    running = SimpleNamespace(
-        req_ids=["a", "b", "c"],
-        new_block_ids=[([1], [2, 3]), None, ([4], [5])],
-        resumed_req_ids={"c"},  # admitted: vLLM has named them before
-    )
-    assert connector._blocks_of_running(SimpleNamespace(scheduled_cached_reqs=running)) == [1, 2, 3]

@@ -8,6 +8,7 @@ import pytest
 
 from kvpool.client.engine_items import EngineMatchRun, EngineSource, MatchResult
 from kvpool.client.hashing import Prompt
+from kvpool.core.load_cost import LoadRun
 from tests.unit.connectors.vllm_fakes import FakePool, a_request
 from tests.unit.connectors.vllm_jobs import CHUNK, CHUNK_BYTES
 from tests.unit.connectors.vllm_worlds import BLOCKS, World
@@ -34,7 +35,7 @@ def test_a_load_takes_until_the_engine_knows_of_its_end() -> None:
     learned(world, "the first one connects", seconds=5.0)
     learned(world, "a", seconds=0.130, copy_s=0.030)
     assert world.side.cost.latency_ms.value == pytest.approx(100)
-    (run,) = world.side._loads._runs(*a_match(3))
+    run = LoadRun(3, 3 * CHUNK, 3 * CHUNK_BYTES, EngineSource.STAGING)
     assert world.side.cost.load_ms([run]) == pytest.approx(130)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool.client.engine_items import EngineSource
+from kvpool.connectors.vllm import wiring
 from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.core.retention import PINNED_FOREVER_US, Retention
 from tests.unit.connectors import vllm_modules
@@ -141,21 +142,22 @@ class Side:
         return {EngineSource.STAGING: 32, EngineSource.REMOTE: 16} if request_id == "loaded" else {}
 
 
-def test_the_output_of_a_refused_request_says_why(connector_module: Any) -> None:
+def test_the_output_of_a_refused_request_says_why(connector_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (Side(), lambda: None))
     connector = connector_module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
-    connector._scheduler = Side()
     status = SimpleNamespace(name="FINISHED_STOPPED")
     refused, other = (SimpleNamespace(request_id=name, status=status) for name in ("refused", "other"))
     assert connector.request_finished(refused, []) == (False, {"kvpool": {"refused": "has no prio"}})
     assert connector.request_finished(other, []) == (False, None)
     # Under MultiConnector two children that give the same key would stop the engine.
-    connector._outer_config = object()
-    assert connector.request_finished(refused, []) == (False, None)
+    make = vllm_modules.multi_connector().make
+    child = make(a_config(), a_config().kv_transfer_config, connector_module.KvPoolConnector, Role.SCHEDULER)
+    assert child.request_finished(refused, []) == (False, None)
 
 
-def test_hits_are_counted_by_where_they_came_from(connector_module: Any) -> None:
+def test_hits_are_counted_by_where_they_came_from(connector_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (Side(), lambda: None))
     connector = connector_module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
-    connector._scheduler = Side()
     request = SimpleNamespace(request_id="loaded")
     assert connector.get_external_cache_hit_sources(request, 48) == {"host": 32, "p2p": 16}
     unknown = connector.get_external_cache_hit_sources(SimpleNamespace(request_id="unknown"), 48)

@@ -235,13 +235,14 @@ def test_a_large_load_that_waits_is_not_overtaken() -> None:
 
 
 def test_bytes_of_an_aborted_requests_load_are_in_flight_until_another_of_its_name() -> None:
-    world = World(FakePool(3))
+    world = World(FakePool(3), load_bytes_in_flight_max=6 * CHUNK_BYTES)
     first = a_request(120, "a")
     world.load(first)
     world.side.request_finished(first, [BLOCKS], "FINISHED_ABORTED")
     jobs = world.load(a_request(120, "a", first_token=500))
     world.ended(jobs, 3)
-    assert world.side._loads._queued_bytes == 0
+    for number, name in enumerate(("b", "c")):  # as many bytes as may be in flight
+        assert world.load(a_request(120, name, first_token=1000 * (number + 1))).loads
 
 
 def test_a_load_larger_than_all_that_may_be_in_flight_is_loaded_alone() -> None:

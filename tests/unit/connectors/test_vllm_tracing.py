@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvpool.client.config import ClientConfig
+from kvpool.client.sync import BackgroundLoop
 from kvpool.connectors.vllm.agent_connection import AgentConnection
 from kvpool.connectors.vllm.layerwise_loads import LayerwiseLoads
 from kvpool.core.tracing import TraceParent, Tracer
@@ -103,16 +104,16 @@ def test_the_spans_of_work_are_children_of_the_requests_span() -> None:
         traced.connection.close()
 
 
-def test_without_a_trace_nothing_is_done_for_it() -> None:
+def test_without_a_trace_nothing_is_done_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     connection = AgentConnection(lambda: [a_plan()], NOWHERE)
     started: list[Any] = []
     try:
-        connection._loop.start = started.append  # type: ignore[assignment, method-assign]
 
         async def work() -> None: ...
 
-        connection.start(work)
+        with monkeypatch.context() as patch:
+            patch.setattr(BackgroundLoop, "start", lambda loop, work: started.append(work))
+            connection.start(work)
         assert started == [work], "what is started is the work itself"
     finally:
-        del connection._loop.start
         connection.close()

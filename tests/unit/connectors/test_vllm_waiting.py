@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ import pytest
 from kvpool.client.engine_items import MatchResult
 from kvpool.client.hashing import Prompt
 from kvpool.client.sync import BackgroundLoop
+from kvpool.connectors.vllm.load_plans import LoadPlans
 from kvpool.connectors.vllm.request_chain import request_chain
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.testing import eventually_sync
 from tests.unit.connectors.vllm_fakes import FakeConnection, FakePool, a_request
+from tests.unit.connectors.vllm_jobs import CHUNK_BYTES
 from tests.unit.connectors.vllm_worlds import BLOCKS, World, hashes_of
 
 _HASHING = "kvpool.connectors.vllm.scheduler.request_chain"
@@ -68,8 +71,7 @@ def test_so_many_lookups_are_asked_at_once() -> None:
     background, all_asked = BackgroundLoop("test lookups"), asyncio.Event()
     try:
         pool = Counting(3)
-        world = World(pool, lookup_wait_ms=5000.0)
-        world.side._lookups._connection = world.side._connection = world.connection = Loop(pool)  # type: ignore[assignment]
+        world = World(None, connection=Loop(pool), lookup_wait_ms=5000.0)
         requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(100)]
         for request in requests:
             world.side.on_new_request(request)
@@ -151,7 +153,7 @@ def test_a_load_that_cannot_be_ordered_ends_all_the_same(
     request = a_request(120)
     tokens = world.match(request)
     assert tokens == 96
-    monkeypatch.setattr(world.side._loads, "begin", fail)
+    monkeypatch.setattr(LoadPlans, "begin", fail)
     world.side.allocated(request, [BLOCKS[:6]], tokens)
     jobs = world.build()
     assert [(job.request_id, job.failed_blocks(0, 32, 16)) for job in jobs.loads] == [("r", set(BLOCKS[:6]))]
@@ -234,22 +236,35 @@ def test_after_a_reset_the_pool_is_anothers() -> None:
     assert (job.request_id, hashes_of(job)) == ("new", asked[-1])
 
 
+def reachable_count(root: object) -> int:
+    """How often containers that can be reached from an object hold one, those of code and modules left out."""
+    seen, left, count = {id(root)}, [root], 0
+    while left:
+        for one in gc.get_referents(left.pop()):
+            count += 1
+            if id(one) not in seen and gc.is_tracked(one) and not isinstance(one, type | ModuleType | FunctionType):
+                seen.add(id(one))
+                left.append(one)
+    return count
+
+
 def test_nothing_of_a_request_is_kept_when_it_has_gone() -> None:
-    world = World(FakePool(3))
-    for number in range(5):
-        request = a_request(120, f"r{number}", first_token=200 * number)
-        world.ended(world.load(request), loaded_chunks=3)
-        request.num_computed_tokens = 119
-        world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
-        world.stored(world.build())
-    side: Any = world.side
-    assert (side._states, side._loads._running, side._loads._first_chunks, side._store_plans._pending) == (
-        {},
-        {},
-        {},
-        {},
-    )
-    assert side._loads._queued_bytes == 0
+    world, counts = World(FakePool(3), load_bytes_in_flight_max=3 * CHUNK_BYTES), []
+    for turn in range(3):
+        for number in range(5):
+            request = a_request(200, f"r{turn} {number}", first_token=1000 * number)
+            world.ended(world.load(request), loaded_chunks=3)  # which waits if any byte is still in flight
+            request.num_computed_tokens = 199
+            world.side.request_finished(request, [BLOCKS], "FINISHED_STOPPED")
+            jobs = world.build()
+            assert jobs.stores
+            world.stored(jobs)
+        world.side.take_events()
+        world.side.counters.take()
+        world.connection.pool.asked.clear()
+        world.connection.traces.clear()
+        counts.append(reachable_count(world.side))
+    assert counts == [counts[0]] * 3, "what is known of chunks stays, and there are no others after the first turn"
 
 
 def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
@@ -264,11 +279,9 @@ def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
 
     background = BackgroundLoop("test lookups")
     try:
-        world = World(FakePool(3), lookup_wait_ms=5000.0)
-        world.side._lookups._connection = world.connection = Loop(FakePool(3))  # type: ignore[assignment]
+        world = World(None, connection=Loop(FakePool(3)), lookup_wait_ms=5000.0)
         assert world.match(a_request(120)) == 96
-        world.connection.pool = Slow(3)
-        world.side._lookups._waited_s = 5 * 5.0 - 0.001  # of an engine that computes nothing
+        world = World(None, connection=Loop(Slow(3)), lookup_wait_ms=0.2)
         request = a_request(120, "b", first_token=300)
         assert world.match(request) is None
         world.side.request_finished(request, [[]], "FINISHED_ABORTED")

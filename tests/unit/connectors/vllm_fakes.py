@@ -123,6 +123,11 @@ class FakeConnection:
             self.go()
         return future
 
+    def fail_first(self, error: Exception) -> None:
+        """End the first of what waits with an error, without running it."""
+        (_, future), *self._waiting = self._waiting
+        future.set_exception(error)
+
     def go(self) -> None:
         """Run what waits."""
         waiting, self._waiting = self._waiting, []

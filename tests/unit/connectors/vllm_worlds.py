@@ -26,9 +26,12 @@ def hashes_of(job: LoadJob | StoreJob) -> tuple[bytes, ...]:
 class World:
     """A scheduler's side over a scripted pool."""
 
-    def __init__(self, pool: FakePool | None, *others: FakePool, **settings: Any) -> None:
+    def __init__(
+        self, pool: FakePool | None, *others: FakePool, connection: FakeConnection | None = None, **settings: Any
+    ) -> None:
+        """connection: in place of one to these pools that runs everything at once."""
         self.clock = ManualClock()
-        self.connection = FakeConnection(pool, *others)
+        self.connection = connection if connection is not None else FakeConnection(pool, *others)
         wanted = {
             "agent": "unix:/x",
             "chunk_tokens": CHUNK,

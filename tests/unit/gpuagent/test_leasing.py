@@ -22,8 +22,7 @@ class Leased:
     """Leases of a session; chunks have four pages, and leases may hold `pages` of them."""
 
     def __init__(self, bench: Bench, *, pages: int = 32, **config: int) -> None:
-        bench.pool.window_pages = 4 * pages
-        bench.pool._read_budget.resize(4 * pages)
+        bench.pool.resize(4 * pages)
         self.bench, self.budget = bench, LeaseBudget(0.5)
         seen = SeenChunks(100)
         for number in range(20):

@@ -10,7 +10,7 @@ from kvpool.core.cluster import ChunkBatch, ChunkEvent, IndexEvent, LocationChan
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock
-from kvpool_index.adapters.memory import MemoryIndexStore
+from kvpool_index.adapters.memory import MemoryIndexStore, MemoryLocationStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.events import ENTRY_BYTES, ENTRY_CHUNKS, ChunkState, pack_entries, unpack_chunks
@@ -47,15 +47,15 @@ def test_a_gap_of_the_log_reaches_watchers_one_after_the_other() -> None:
         return drawn[-1]
 
     async def play() -> list[float]:
-        store = MemoryIndexStore(ManualClock())
+        store = MemoryIndexStore(ManualClock(), stream_entries=1)
         engine = engine_of(store, ManualClock(), uniform=uniform)
         watches = [engine.watch("t", "", b"", for_replica=True) for _ in range(WATCHERS)]
         for watch in watches:
             await resync(watch)
         began_s = asyncio.get_running_loop().time()
-        store.events._counts = [count + 5 for count in store.events._counts]  # entries that came and went
         for stream in range(store.events.stream_count):
-            store.events.append_now(stream, b"")
+            for _ in range(6):  # of which the last one is kept
+                store.events.append_now(stream, b"")
 
         async def time_of(watch: Awaitable[None]) -> float:
             await watch
@@ -90,7 +90,8 @@ class SlowDirectory(MemoryNodeDirectory):
 
 def slow_store(clock: ManualClock) -> MemoryIndexStore:
     store = MemoryIndexStore(clock)
-    store.nodes = store.locations._nodes = directory = SlowDirectory(clock, store.events)
+    store.nodes = directory = SlowDirectory(clock, store.events)
+    store.locations = MemoryLocationStore(clock, directory, tombstone_s=60.0)
     directory.clock = clock
     return store
 

@@ -17,7 +17,7 @@ from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
     TENANT,
-    Running,
+    Gate,
     fill_page,
     new_world,
     page_key,
@@ -196,9 +196,9 @@ async def test_clear_catches_pages_that_are_being_written() -> None:
     with new_world() as world:
         async with running_engine(world) as running:
             peer = await open_session(running)
-            world.memory.gate = gate = threading.Event()
+            world.memory.gate = gate = Gate()
             await store(running, peer, [1])
-            await _writing_begun(running)
+            await eventually(gate.reached.is_set)
             clearing = asyncio.ensure_future(running.engine.clear(TENANT, b""))
             await eventually(lambda: running.engine.gauges().staging_pages == 0)
             gate.set()
@@ -245,13 +245,6 @@ async def test_a_commit_goes_on_when_its_caller_leaves() -> None:
             await asyncio.sleep(0)
             committing.cancel()
             await eventually(lambda: running.engine.gauges().staging_pages == 1)
-
-
-async def _writing_begun(running: Running) -> None:
-    """Until the batch of the only dirty page is under way: it is due after the linger time of 1 ms."""
-    write_back = running.engine._write_back
-    assert write_back is not None
-    await eventually(lambda: write_back._queue.batches_in_flight == 1)
 
 
 async def test_an_orderly_end_waits_for_what_is_still_being_verified_and_written() -> None:

@@ -12,7 +12,7 @@ from kvpool.testing import eventually
 from kvpool_pagestore.engine.disk_upkeep import DiskState
 from kvpool_pagestore.engine.fetch import Source
 from kvpool_pagestore.ports import PageWrite
-from tests.fixtures.pagestore import TENANT, World, new_world, page_key, running_engine
+from tests.fixtures.pagestore import PAGE_BYTES, TENANT, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 
 
@@ -83,13 +83,14 @@ async def test_a_shutdown_tries_few_times_to_write_what_the_disk_tier_has_no_roo
 async def test_a_read_only_tier_gives_up_no_pages_for_what_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_world() as world:
         await stored(world, [1, 2])
-        async with running_engine(world, disk_bytes=world.memory.used_bytes()) as running:
+        async with running_engine(world, disk_bytes=world.memory.used_bytes() + PAGE_BYTES) as running:
             engine, peer = running.engine, await open_session(running)
-            engine_disk = engine._disk  # the state is what is tested, not how it came about
-            assert engine_disk is not None
             monkeypatch.setattr(world.memory, "probe", failing)
-            engine_disk.health.write_failed(StoreFault("no space left"))
-            await store(running, peer, [9])
+            with monkeypatch.context() as patch:
+                patch.setattr(world.memory, "put_batch", full)
+                await store(running, peer, [8])  # nothing has to go for it
+                await eventually(lambda: engine.disk_fault)
+            await store(running, peer, [9, 10])
             with pytest.raises(StoreFault):
                 await engine.flush(TENANT, b"")
             assert engine.gauges().disk_pages == 2

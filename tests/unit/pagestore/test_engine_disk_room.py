@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.core.errors import QuotaExceeded
+from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
@@ -57,8 +58,6 @@ async def test_a_page_that_is_written_again_outlives_the_deletion_that_made_room
         monkeypatch.setattr(world.memory, "delete_batch", slow)
         async with running_engine(world, **FOUR_PAGES) as running:
             engine, peer = running.engine, await open_session(running)
-            disk = engine._disk
-            assert disk is not None
             await store(running, peer, [1, 2, 3, 4])
             await engine.flush(TENANT, b"")
             await store(running, peer, [20])
@@ -71,7 +70,7 @@ async def test_a_page_that_is_written_again_outlives_the_deletion_that_made_room
             await store(running, peer, [number])
             try:
                 with pytest.raises(AssertionError):
-                    await eventually(lambda: int(given_up in disk.map), deadline_s=0.2)
+                    await eventually(lambda: world.index.shards(number, Tier.DISK), deadline_s=0.2)
             finally:
                 go.set()
             await engine.flush(TENANT, b"")

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
 from kvpool.core.errors import ArenaFull, DrainBlocked, Draining, StoreUnavailable
-from kvpool.core.outcome import Admission
-from kvpool.core.page import PageKey
+from kvpool.core.outcome import Admission, Tier
 from kvpool.testing import eventually
 from kvpool_pagestore.engine.drain import DrainProgress, DrainState
 from kvpool_pagestore.engine.local_pages import LocalPages
+from kvpool_pagestore.engine.removal import EvictTarget
 from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.movement import Cluster, MemberPlacement, cluster_of, join
-from tests.fixtures.pagestore import KEYSPACE, SLOT_BYTES, TENANT, new_world, page_key, running_engine
+from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, SLOT_BYTES, TENANT, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
 from tests.fixtures.patience import PATIENCE_S
 
 PAGES = range(40)
+OTHERS = range(1600, 1600 + len(PAGES))
 
 
 async def fill(cluster: Cluster, at: int = 0, numbers: range = PAGES) -> None:
@@ -175,14 +178,16 @@ async def test_a_drain_that_is_leaving_the_index_cannot_be_cancelled(monkeypatch
 async def test_a_drain_that_is_reported_as_done_does_not_go_on_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster_of(2) as cluster:
         drain, saved = cluster.members[0].run.engine.drain, list[bool]()
-        save = drain._saved_state.save  # what a process that was killed now would find
+        memory = cluster.members[0].world.memory
+        save_value = memory.save_value  # what a process that was killed now would find
 
-        async def save_late(value: bytes) -> None:
-            await asyncio.sleep(0)
-            await save(value)
-            saved.append(not value)
+        def save_late(name: str, value: bytes) -> None:
+            time.sleep(0.01)  # on a thread: whoever does not wait for it goes on
+            save_value(name, value)
+            if name == "draining":
+                saved.append(not value)
 
-        monkeypatch.setattr(drain._saved_state, "save", save_late)
+        monkeypatch.setattr(memory, "save_value", save_late)
         async for progress in drain.watch():
             if progress.done:
                 assert saved[-1]
@@ -221,36 +226,34 @@ async def test_pages_that_are_evicted_or_cleared_meanwhile_do_not_matter() -> No
 async def test_pages_that_are_evicted_between_the_question_and_the_copy_are_no_failure() -> None:
     async with cluster_of(2) as cluster:
         await fill(cluster)
-        engine = cluster.members[0].run.engine
-        disk, evicted = engine._disk, list(range(0, len(PAGES), 3))
-        assert disk is not None
+        engine, evicted = cluster.members[0].run.engine, list(range(0, len(PAGES), 3))
 
         def evict(item: PageWrite) -> None:
             """With the first page that arrives, others go: from disk and staging, some of them in the same window."""
-            keys = [page_key(number) for number in evicted if page_key(number) != item.key]
-            asyncio.run_coroutine_threadsafe(forget(keys), loop).result(PATIENCE_S)
+            hashes = [page_key(number).chunk_hash for number in evicted if page_key(number) != item.key]
+            evicting = engine.evicting.evict(TENANT, EvictTarget(keyspace=KEYSPACE, chunk_hashes=hashes))
+            went.append(asyncio.run_coroutine_threadsafe(evicting, loop).result(PATIENCE_S).page_count)
             cluster.members[1].refuse = lambda item: None
 
-        async def forget(keys: list[PageKey]) -> None:
-            disk.discard(keys)
-            for key in keys:
-                engine._table.drop(key)
-
-        loop = asyncio.get_running_loop()
+        loop, went = asyncio.get_running_loop(), list[int]()
         cluster.members[1].refuse = evict
         assert (await drained(cluster))[-1].done
+        assert sum(went) >= len(evicted) - 1
         assert all(cluster.holders_of(number) == [1] for number in PAGES if number not in evicted)
         assert engine.gauges().arena_used_bytes <= len(PAGES) * SLOT_BYTES, "no slot stays pinned"
 
 
 async def test_a_page_that_is_here_already_but_not_durable_is_made_durable_before_it_counts() -> None:
-    async with cluster_of(2) as cluster:
+    async with cluster_of(1) as cluster, AsyncExitStack() as stack:
         await fill(cluster)
+        room: dict[str, Any] = {"disk_bytes": len(PAGES) * PAGE_BYTES, "arena_bytes": 128 * SLOT_BYTES}
+        second = await join(cluster, stack, 1, host="host-1", **room)
         await fill(cluster, 1)
-        second = cluster.members[1].run.engine
-        assert second._disk is not None
-        second._disk.discard([record.key for record in second._table.ready_pages()])
-        await eventually(lambda: cluster.holders_of(0) == [0])
+        await fill(cluster, 1, OTHERS)  # the disk has no room for both, memory has
+        await eventually(lambda: all(cluster.holders_of(number) == [0] for number in PAGES))
+        others = [page_key(number).chunk_hash for number in OTHERS]
+        await second.run.engine.evicting.evict(TENANT, EvictTarget(keyspace=KEYSPACE, chunk_hashes=others))
+        assert all(second.has(number, Tier.STAGING) for number in PAGES)
         assert (await drained(cluster))[-1].moved_pages == len(PAGES)
         assert all(cluster.holders_of(number) == [1] for number in PAGES)
 

@@ -12,10 +12,15 @@ import pytest
 
 from kvpool.core.errors import InvalidRequest, StoreFault
 from kvpool.core.grid import ShardGrid
+from kvpool.core.keyspace import encode_keyspace
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
+from kvpool.testing.page_store import MemoryPageStore
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.stored_pages import StoredPages
+from kvpool_pagestore.engine.arena import ArenaSpace
+from kvpool_pagestore.engine.disk_tier import DiskTier
 from kvpool_pagestore.engine.inventory import ListedChunk
 from kvpool_pagestore.engine.removal import Evicted, EvictPreview, EvictTarget
 from tests.fixtures.pagestore import (
@@ -92,15 +97,13 @@ async def test_what_was_given_up_is_not_brought_back_from_the_disk_before_it_is_
             peer = await open_session(running)
             await store(running, peer, [1, 2])
             await running.engine.flush(TENANT, b"")
-            disk = running.engine.evicting._disk
-            assert disk is not None
-            delete, answers = disk.delete, []
+            delete, answers = DiskTier.delete, []
 
-            async def asked_before(keys: Sequence[PageKey]) -> None:
+            async def asked_before(disk: DiskTier, keys: Sequence[PageKey]) -> None:
                 answers.append(await acquire_one(running, peer, wanted(1)))
-                await delete(keys)
+                await delete(disk, keys)
 
-            monkeypatch.setattr(disk, "delete", asked_before)
+            monkeypatch.setattr(DiskTier, "delete", asked_before)
             assert await running.engine.evicting.evict(TENANT, gone([1, 2])) == Evicted(page_count=2)
             assert [answer.grant for answer in answers] == [None], "it is not served from the moment of the call"
             assert running.engine.gauges().staging_pages == 0
@@ -116,15 +119,14 @@ async def test_a_page_given_up_while_a_slot_is_sought_for_it_is_not_read(
             await store(running, peer, [1])
             await running.engine.flush(TENANT, b"")
             assert await running.engine.evicting.evict(TENANT, gone([1], staging_only=True)) == Evicted(page_count=1)
-            space, evicting = running.engine.prefetch._flights._space, running.engine.evicting
-            find = space.find
+            find = ArenaSpace.find
 
             async def find_later(*arguments: Any) -> Any:
-                assert evicting._disk is not None
-                evicting._disk.forget((page_key(1),))  # as evict does; the bytes are still there
+                assert await running.engine.evicting.evict(TENANT, gone([1])) == Evicted(page_count=1)
                 return await find(*arguments)
 
-            monkeypatch.setattr(space, "find", find_later)
+            monkeypatch.setattr(world.memory, "delete_batch", lambda keys: None)  # the bytes are still there
+            monkeypatch.setattr(ArenaSpace, "find", find_later)
             assert (await acquire_one(running, peer, wanted(1))).grant is None
             assert running.engine.gauges().arena_used_bytes == 0
 
@@ -272,14 +274,18 @@ async def test_a_list_of_a_large_disk_looks_at_some_chunks_a_turn(monkeypatch: p
             looked += len(names)
             yield names
 
-    with new_world() as world:
+    class ListedStore(MemoryPageStore[StoredPages]):
+        """Has found pages whose bytes are never asked for."""
+
+        def keyspaces(self) -> Sequence[bytes]:
+            return [encode_keyspace(TENANT, SPEC)]
+
+        def scan(self) -> Iterator[StoredPages]:
+            yield StoredPages.of((page_key(number), PAGE_BYTES, metadata(number)) for number in range(2000))
+
+    with new_world(store=ListedStore(StoredPages.of)) as world:
         async with running_engine(world) as running:
-            disk_map = running.engine._disk.map if running.engine._disk is not None else None
-            assert disk_map is not None
-            await store(running, await open_session(running), [0])
-            await running.engine.flush(TENANT, b"")
-            for number in range(1, 2000):
-                disk_map.add(page_key(number), metadata(number))
+            assert running.engine.gauges().disk_pages == 2000
             monkeypatch.setattr(DiskMap, "name_parts", counted)
             parts = running.engine.listing.chunks(TENANT, b"", most_read=0, pinned_only=False)
             first = await anext(parts)

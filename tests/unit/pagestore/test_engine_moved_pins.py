@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
-from tests.fixtures.movement import Cluster, cluster_of
+from tests.fixtures.movement import Cluster, cluster_of, join
 from tests.fixtures.pagestore import KEYSPACE, TENANT, page_key
 from tests.fixtures.pagestore_calls import open_session, store
 
@@ -27,10 +29,13 @@ async def test_replicas_of_pinned_pages_are_not_pinned() -> None:
 
 
 async def test_pinned_pages_of_a_drained_node_go_to_one_that_may_pin_no_more() -> None:
-    async with cluster_of(2) as cluster:
+    async with cluster_of(1) as cluster, AsyncExitStack() as stack:
+        disk_bytes = 1 << 30
+        member = await join(
+            cluster, stack, 1, host="host-1", disk_bytes=disk_bytes, max_pinned_share=2 * 66_000 / disk_bytes
+        )
         await fill_pinned(cluster)
-        target = cluster.members[1].run.engine
-        target.retention._pins._limit_bytes = 2 * 66_000
+        target = member.run.engine
         async for progress in cluster.members[0].run.engine.drain.watch():
             last = progress
         assert last.done and all(cluster.holders_of(number)[-1] == 1 for number in PAGES)

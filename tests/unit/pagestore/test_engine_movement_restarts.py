@@ -14,7 +14,7 @@ import pytest
 from kvpool.core.errors import ArenaFull, DrainBlocked, Draining, KvPoolError, StoreUnavailable
 from kvpool.testing import eventually
 from kvpool_pagestore.engine.drain import Drain, DrainState
-from tests.fixtures.movement import Cluster, Member, cluster_of, join, start
+from tests.fixtures.movement import Cluster, Member, MemberPlacement, cluster_of, join, start
 from tests.fixtures.pagestore import TENANT
 from tests.fixtures.pagestore_calls import open_session, reserve_item, store
 from tests.fixtures.patience import PATIENCE_S
@@ -219,15 +219,14 @@ async def test_a_watch_during_the_cancel_of_a_drain_starts_it_again(
         one.cluster.members[0].refuse = lambda item: ArenaFull("full")
         with pytest.raises(KvPoolError):
             await _watched(one.drain)
-        placement, heard = one.drain._planner.placement, asyncio.Event()
-        true = placement.set_draining
+        heard, true = asyncio.Event(), MemberPlacement.set_draining
 
-        async def slow(draining: bool) -> None:
+        async def slow(placement: MemberPlacement, draining: bool) -> None:
             if not draining:
                 await heard.wait()
-            await true(draining)
+            await true(placement, draining)
 
-        monkeypatch.setattr(placement, "set_draining", slow)
+        monkeypatch.setattr(MemberPlacement, "set_draining", slow)
         one.cluster.members[0].refuse = lambda item: one.block()
         cancelling = asyncio.ensure_future(one.drain.cancel())
         await asyncio.sleep(0)
@@ -278,7 +277,7 @@ async def test_a_group_that_a_new_node_did_not_take_is_brought_by_the_next_walk(
         sweep = one.member.run.engine.replication
         await sweep.sweep()
         joined = await join(one.cluster, stack, 2, host="new", **fast)
-        sweep._planner._nodes_until_s = 0.0
+        one.cluster.clock.advance(2.0)  # it asks the index again who is there
         joined.refuse = lambda item: ArenaFull("full just now")
         await sweep.sweep()
         refused = joined.pushed_bytes

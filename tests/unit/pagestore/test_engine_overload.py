@@ -12,7 +12,7 @@ from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.core.slots import PageRecord, SegmentState
+from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine.fetch import Source
 from kvpool_pagestore.ports import Workers
 from tests.fixtures.pagestore import (
@@ -118,9 +118,7 @@ async def test_segments_of_an_earlier_process_are_given_back_after_the_queue_was
             peer = await open_session(running, wants_arena=True)
             await store(running, peer, range(16))
             session_file = running.engine.sessions.descriptor(peer.token, 0)
-            for segment_id in {
-                one.segment_id for one in running.engine._table.space.segments if one.state is SegmentState.LIVE
-            }:
+            for segment_id in running.engine.prepare(peer, 0)[0]:
                 running.engine.sessions.descriptor(peer.token, segment_id)
         os.close(session_file.fd)  # the peer ends
         true_wrap = world.wrap_workers

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from kvpool.core.errors import ArenaFull, InvalidRequest, SessionUnknown
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.testing import eventually
 from kvpool_pagestore.core.page_table import Grant
-from kvpool_pagestore.core.slots import PageRecord, SegmentState
+from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine.sessions import PeerSession
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
@@ -23,6 +24,7 @@ from tests.fixtures.pagestore import (
     SPEC,
     TENANT,
     Running,
+    fill_page,
     metadata,
     new_world,
     page_key,
@@ -52,7 +54,9 @@ async def other_tenant(running: Running) -> PeerSession:
     return await open_session(running, tenant="other", keyspaces=keyspaces, wants_arena=True)
 
 
-async def test_the_whole_budget_is_prepared_and_used_without_another_segment(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_whole_budget_is_prepared_and_used_without_another_segment(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO)
     with new_world() as world:
         async with running_engine(world) as running:
@@ -61,11 +65,21 @@ async def test_the_whole_budget_is_prepared_and_used_without_another_segment(cap
             assert gauges.arena_prepared_bytes == gauges.arena_segment_bytes == ARENA_BYTES
             assert gauges.arena_prepare_seconds > 0 and gauges.arena_used_bytes == 0
             assert "the arena is prepared" in caplog.text
-            made = {one.segment_id for one in running.engine._table.space.segments}
+            arena, calls = running.arena, list[str]()
+
+            def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+                def call(*arguments: Any) -> Any:
+                    calls.append(name)
+                    return method(*arguments)
+
+                return call
+
+            for name in ("create_segment", "prepare_segment", "destroy_segment"):
+                monkeypatch.setattr(arena, name, noted(name, getattr(arena, name)))
             peer = await open_session(running)
             assert await store(running, peer, range(32)) == [None] * 32
             assert (await acquire_one(running, peer, wanted(3))).grant is not None
-            assert {one.segment_id for one in running.engine._table.space.segments} == made
+            assert not calls
 
 
 async def test_a_segment_that_cannot_be_made_is_said_once_and_the_rest_is_made_on_demand(
@@ -120,8 +134,8 @@ async def test_segments_of_an_earlier_process_count_and_their_room_is_prepared_o
                 await store(running, peer, [1])
                 session_id = peer.session.session_id
                 session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
-                (segment,) = running.engine._table.space.segments
-                running.engine.sessions.descriptor(peer.token, segment.segment_id)
+                (segment_id,) = running.engine.prepare(peer, 0)[0]
+                running.engine.sessions.descriptor(peer.token, segment_id)
                 raise RuntimeError("crash")
         async with running_engine(world) as running:
             running.engine.preparation.start()
@@ -148,7 +162,8 @@ async def test_a_lone_tenant_gets_all_there_is_and_maps_it_ahead() -> None:
             for segment_id in segment_ids:
                 assert running.engine.sessions.descriptor(peer.token, segment_id).size_bytes == SEGMENT_BYTES
             assert await store(running, peer, range(32)) == [None] * 32
-            assert {one.state for one in running.engine._table.space.segments} == {SegmentState.LIVE}
+            assert set(running.engine.prepare(peer, 0)[0]) == set(segment_ids), "all are in service, as the tenant's"
+            assert running.engine.gauges().arena_segment_bytes == 8 * SEGMENT_BYTES, "and there is no other"
 
 
 async def test_a_tenant_beside_another_gets_half_of_what_is_free() -> None:
@@ -308,9 +323,12 @@ async def test_after_a_crash_only_what_peers_may_map_is_held_back_and_the_rest_i
         await prepared(running)
         peer = await open_session(running, wants_arena=True)
         session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
-        assert await store(running, peer, [1]) == [None]
+        (grant,) = await running.engine.pages.reserve(peer, [reserve_item(1)])
+        assert isinstance(grant, Grant)
+        mapped = grant.slot.segment
+        fill_page(running.engine.pages.view(grant), page_key(1))
+        assert await running.engine.pages.commit(peer, [grant.lease_id]) == [None]
         await running.engine.flush(TENANT, b"")
-        mapped = next(one for one in running.engine._table.space.segments if one.state is SegmentState.LIVE)
         running.engine.sessions.descriptor(peer.token, mapped.segment_id)
         # As a kill would leave it: nothing is closed but what the kernel closes.
         running.arena.close(remove=False)

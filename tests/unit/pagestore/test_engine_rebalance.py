@@ -13,6 +13,7 @@ from tests.fixtures.pagestore import PAGE_BYTES, TENANT
 from tests.fixtures.pagestore_calls import open_session, store
 
 PAGES = range(64)  # four chain groups
+A_WHILE_S = 2.0  # after which a node asks the index again who is there
 FAST: dict[str, Any] = {"rebalance_bytes_per_s": 1 << 30}
 
 
@@ -32,7 +33,7 @@ async def test_only_what_is_the_new_nodes_by_placement_moves_and_leaves_the_old_
         await fill(cluster.members[0])
         await sweep(cluster)  # who is there before counts as settled
         joined = await join(cluster, stack, 1, host="new", **FAST)
-        cluster.members[0].run.engine.replication._planner._nodes_until_s = 0.0
+        cluster.clock.advance(A_WHILE_S)
         await sweep(cluster)
         await eventually(lambda: all(len(cluster.holders_of(number)) == 1 for number in PAGES))
         moved = [number for number in PAGES if cluster.holders_of(number) == [1]]
@@ -48,7 +49,7 @@ async def test_it_is_off_unless_a_rate_is_given() -> None:
         await fill(cluster.members[0])
         await sweep(cluster)
         joined = await join(cluster, stack, 1, host="new")
-        cluster.members[0].run.engine.replication._planner._nodes_until_s = 0.0
+        cluster.clock.advance(A_WHILE_S)
         await sweep(cluster)
         assert joined.pushed_bytes == 0
 
@@ -59,7 +60,7 @@ async def test_the_new_node_is_filled_at_the_rate_and_no_faster() -> None:
         await fill(cluster.members[0])
         await sweep(cluster)
         joined = await join(cluster, stack, 1, host="new", **rate)
-        cluster.members[0].run.engine.replication._planner._nodes_until_s = 0.0
+        cluster.clock.advance(A_WHILE_S)
         began_s = time.monotonic()
         await sweep(cluster)
         pages_moved = joined.pushed_bytes // PAGE_BYTES
@@ -75,6 +76,6 @@ async def test_what_the_new_node_does_not_take_or_gets_spoiled_stays() -> None:
         assert isinstance(peers, MemberPeers)
         peers.spoil = flip
         joined.refuse = lambda item: ArenaFull("full") if item.key.chunk_hash[-1] % 2 else None
-        cluster.members[0].run.engine.replication._planner._nodes_until_s = 0.0
+        cluster.clock.advance(A_WHILE_S)
         await sweep(cluster)
         assert all(cluster.holders_of(number) == [0] for number in PAGES)

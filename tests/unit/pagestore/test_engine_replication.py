@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 
 import pytest
@@ -15,11 +16,13 @@ from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.testing import eventually
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.engine import local_pages
+from kvpool_pagestore.engine.local_pages import ChunkNames, LocalPages
 from tests.fixtures.movement import Cluster, MemberPeers, cluster_of, flip, join
-from tests.fixtures.pagestore import KEYSPACE, TENANT, metadata
+from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, TENANT, metadata
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 
 PAGES = range(20)  # two chain groups
+OTHERS = range(1600, 1600 + len(PAGES))
 
 
 async def fill(cluster: Cluster, at: int = 0, numbers: range = PAGES) -> None:
@@ -156,13 +159,13 @@ async def test_a_sweep_heals_what_a_dead_node_held() -> None:
 
 
 async def test_a_copy_in_staging_does_not_count_for_a_durable_page() -> None:
-    async with cluster_of(2, replication_factor=2) as cluster:
+    async with cluster_of(1, replication_factor=2) as cluster, AsyncExitStack() as stack:
+        second = await join(cluster, stack, 1, host="host-1", disk_bytes=len(PAGES) * PAGE_BYTES)
         await fill(cluster)
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
-        second = cluster.members[1].run.engine
-        assert second._disk is not None
-        second._disk.discard([record.key for record in second._table.ready_pages()])
-        await eventually(lambda: cluster.holders_of(0) == [0] and cluster.members[1].has(0, Tier.STAGING))
+        await fill(cluster, 1, OTHERS)  # its disk has no room for both, its memory has
+        await eventually(lambda: all(cluster.holders_of(number) == [0] for number in PAGES))
+        assert all(second.has(number, Tier.STAGING) for number in PAGES)
         await cluster.members[0].run.engine.replication.sweep()
         assert all(cluster.holders_of(number) == [0, 1] for number in PAGES), "it is made durable where it is staged"
 
@@ -192,8 +195,8 @@ async def test_what_never_reaches_a_disk_is_copied_from_staging_to_staging() -> 
 async def test_a_keyspace_has_a_factor_of_its_own() -> None:
     async with cluster_of(3) as cluster:
         for member in cluster.members:
-            reported = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(replication_factor=3), version=1)
-            member.run.engine.policies._book.take(reported)
+            policy = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(replication_factor=3), version=1)
+            member.world.index.policies[KEYSPACE] = policy
         await fill(cluster)
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1, 2] for number in PAGES))
 
@@ -216,13 +219,13 @@ async def test_a_sweep_asks_the_index_once_for_many_chain_groups() -> None:
 async def test_what_a_node_holds_is_gathered_by_chain_group_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_pages, "_CHUNKS_A_TURN", 4)
     monkeypatch.setattr(local_pages, "_BUCKET_CHUNKS", 8)
-    async with cluster_of(1) as cluster:
+    async with cluster_of(1, replication_factor=2) as cluster:
         running = cluster.members[0].run
         for start in range(0, 64, 16):
             await fill(cluster, numbers=range(start, start + 16))
             await running.engine.flush(TENANT, b"")
-        turn, looks = 0, Counter[int]()
-        true_location = DiskMap.location
+        turn, looks, gathered = 0, Counter[int](), list[tuple[list[ChunkNames], int]]()
+        true_location, true_buckets = DiskMap.location, LocalPages.buckets
 
         def counted(self: DiskMap, keyspace: bytes, chunk_hash: bytes) -> tuple[int, bytes] | None:
             looks[turn] += 1
@@ -234,11 +237,18 @@ async def test_what_a_node_holds_is_gathered_by_chain_group_in_bounded_steps(mon
                 turn += 1
                 await asyncio.sleep(0)
 
+        async def noted(self: LocalPages, keyspaces: Collection[bytes] | None = None) -> list[ChunkNames]:
+            found = await true_buckets(self, keyspaces)
+            gathered.append((found, max(looks.values())))
+            return found
+
         monkeypatch.setattr(DiskMap, "location", counted)
+        monkeypatch.setattr(LocalPages, "buckets", noted)
         others = asyncio.ensure_future(turns())
-        buckets = await running.engine.replication._planner.local.buckets()
+        await running.engine.replication.sweep()
         others.cancel()
-        assert max(looks.values()) <= 4
+        ((buckets, most_looks),) = gathered
+        assert most_looks <= 4
         listed = [[name for part in one.parts(3) for name in part] for one in buckets]
         groups = [{metadata(int.from_bytes(name[16:24], "big")).group_head_hash for name in one} for one in listed]
         assert sum(map(len, buckets)) == sum(map(len, listed)) == 64

@@ -18,7 +18,7 @@ from kvpool.core.payload import payload_bytes
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.retention import PINNED_FOREVER_US, Retention
 from kvpool.testing import ManualClock, eventually
-from kvpool_pagestore.core.page_table import Grant
+from kvpool_pagestore.core.page_table import Grant, PageTable
 from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine.pages import ReserveAnswer
 from kvpool_pagestore.engine.sessions import PeerSession
@@ -329,23 +329,24 @@ async def test_what_happens_to_other_chunks_while_many_are_pinned_is_not_undone(
             for number in (0, 1, 19):
                 await put(running, peer, number, pinned_until_us=0 if pinned else 1 << 60)
             await put(running, peer, 2)
-            table = running.engine._table
-            keys_of = table.keys
+            keys_of = PageTable.keys
 
-            def keys_later(keyspace: bytes, chunk_hash: bytes) -> list[PageKey]:
+            def keys_later(table: PageTable, keyspace: bytes, chunk_hash: bytes) -> list[PageKey]:
                 if chunk_hash == page_key(19).chunk_hash and table.find(page_key(0)) is not None:
                     table.drop(page_key(0))
                     longer = replace(metadata(1), priority=7)
                     assert retention.extend(page_key(1), PAGE_BYTES, longer, []) is None
-                return keys_of(keyspace, chunk_hash)
+                return keys_of(table, keyspace, chunk_hash)
 
-            monkeypatch.setattr(table, "keys", keys_later)
+            monkeypatch.setattr(PageTable, "keys", keys_later)
             hashes = [page_key(number).chunk_hash for number in range(20) if number != 2]
             until_us = 1 << 60 if pinned else 0
             assert await retention.pin(TENANT, KEYSPACE, hashes, until_us) == 2
             assert retention.pinned_bytes == (2 * PAGE_BYTES if pinned else 0), "a page that has gone counts no more"
-            kept = table.metadata(page_key(1))
-            assert kept is not None and (kept.priority, kept.pinned_until_us) == (7, until_us)
+            listing = running.engine.listing.chunks(TENANT, b"", most_read=0, pinned_only=False)
+            listed = {chunk.chunk_hash: chunk.metadata async for part in listing for chunk in part}
+            kept = listed[page_key(1).chunk_hash]
+            assert (kept.priority, kept.pinned_until_us) == (7, until_us)
 
 
 async def test_storing_many_pages_again_costs_one_sync(monkeypatch: pytest.MonkeyPatch) -> None:

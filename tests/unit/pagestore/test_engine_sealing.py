@@ -11,8 +11,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvpool.core.cluster import SESSION_FILE_NUMBER, NodeInfo, NodeKind, RemoteSource
+from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import InvalidRequest, Overloaded, PageCorrupt
+from kvpool.core.outcome import Tier
 from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
 from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import eventually
@@ -20,10 +21,10 @@ from kvpool_pagestore.bulk.gateway import EngineBulkGateway
 from kvpool_pagestore.bulk.ports import ReadGrant
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import Slot
-from kvpool_pagestore.engine.copies import Purpose
 from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.ports import PageWrite
 from kvpool_server.tasks import BoundedExecutor
+from tests.fixtures.movement import cluster_of
 from tests.fixtures.pagestore import (
     KEYSPACE,
     KEYSPACES,
@@ -32,7 +33,6 @@ from tests.fixtures.pagestore import (
     SPEC,
     TENANT,
     Running,
-    ScriptedPeers,
     new_world,
     page_key,
     running_engine,
@@ -193,35 +193,15 @@ async def test_a_page_is_streamed_to_a_peer_sealed() -> None:
 async def test_a_page_is_pushed_to_another_node_sealed() -> None:
     pushed: dict[int, bytes] = {}
 
-    def take(target: RemoteSource, item: PageWrite) -> None:
+    def take(item: PageWrite) -> None:
         pushed[item.metadata.chunk_index] = bytes(item.page)
 
-    with new_world(disk=False) as world:
-        assert isinstance(world.peers, ScriptedPeers)
-        world.peers.take = take
-        async with running_engine(world) as running:
-            await store_unsealed(running, await trusting(running), [1, 2])
-            await push(running, [1, 2])
-            assert is_whole(pushed[1], 1) and is_whole(pushed[2], 2)
-
-
-async def push(running: Running, numbers: Sequence[int]) -> None:
-    """Copy pages to another node, as replication and drains do."""
-    node = NodeInfo(
-        node_id=b"n" * 16,
-        kind=NodeKind.PAGESTORE,
-        host_id="h",
-        endpoint="h:1",
-        bulk_endpoint="h:2",
-        local_socket="",
-        capacity_bytes=1,
-    )
-    keyspace = running.engine._keyspaces.find(KEYSPACE)
-    assert keyspace is not None
-    mover = running.engine.replication._planner._pusher
-    keys = [page_key(number) for number in numbers]
-    report = await mover.copy(node, keyspace, keys, durable=False, purpose=Purpose.REPLICA)
-    assert report.copied == keys
+    async with cluster_of(2, disk=False, replication_factor=2) as cluster:
+        cluster.members[1].refuse = take
+        running = cluster.members[0].run
+        await store_unsealed(running, await trusting(running), [1, 2])
+        await eventually(lambda: all(cluster.holders_of(number, Tier.STAGING) == [0, 1] for number in (1, 2)))
+        assert is_whole(pushed[1], 1) and is_whole(pushed[2], 2)
 
 
 async def test_a_reader_that_finds_a_page_corrupt_has_it_dropped_sealed_or_not() -> None:

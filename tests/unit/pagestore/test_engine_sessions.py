@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import pytest
 
@@ -19,8 +20,12 @@ from kvpool.core.errors import (
 from kvpool.testing import ManualClock, eventually
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine.sessions import PeerSession, SessionRequest
+from kvpool_pagestore.ports import Workers
 from tests.fixtures.pagestore import SLOT_BYTES, TENANT, Running, new_world, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def take_session_file(running: Running, peer: PeerSession) -> int:
@@ -28,6 +33,23 @@ def take_session_file(running: Running, peer: PeerSession) -> int:
     descriptor = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER)
     assert descriptor.give_up
     return descriptor.fd
+
+
+class WatchedWorkers:
+    """Notes when the engine has looked which peers are gone."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.threads = workers.threads
+        self.looks = 0
+        self.gone: list[bytes] = []
+        self._workers = workers
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        found = await self._workers.run(function, *args, **kwargs)
+        if getattr(function, "__name__", "") == "gone_sessions":
+            self.looks += 1
+            self.gone += found  # type: ignore[arg-type]  # what that function returns
+        return found
 
 
 async def reserved(running: Running, peer: PeerSession, numbers: Sequence[int]) -> list[Grant]:
@@ -50,8 +72,14 @@ async def test_a_close_gives_everything_back_at_once() -> None:
 
 
 async def test_slots_of_a_vanished_peer_wait_for_its_process_and_the_grace() -> None:
-    clock = ManualClock()
+    clock, workers = ManualClock(), list[WatchedWorkers]()
+
+    def watch(name: str, made: Workers) -> Workers:
+        workers.append(WatchedWorkers(made))
+        return workers[-1]
+
     with new_world(clock=clock) as world:
+        world.wrap_workers = watch
         async with running_engine(world, quarantine_grace_ms=1000) as running:
             peer, other = await open_session(running, wants_arena=True), await open_session(running)
             fd = take_session_file(running, peer)
@@ -62,10 +90,11 @@ async def test_slots_of_a_vanished_peer_wait_for_its_process_and_the_grace() -> 
             (grant,) = await reserved(running, other, [1])
             assert grant.slot.index != 0 or grant.slot.segment.segment_id == 0
             clock.advance(3600)  # never by time alone
-            await running.engine._quarantine.resolve_gone()
+            before = sum(one.looks for one in workers)
+            await eventually(lambda: sum(one.looks for one in workers) > before + 1)
             assert running.engine.gauges().arena_quarantined_bytes == SLOT_BYTES
             os.close(fd)  # the peer's process is gone
-            await eventually(lambda: running.engine._table.sessions.ended[0].gone_s is not None)
+            await eventually(lambda: any(one.gone for one in workers))
             assert running.engine.gauges().arena_quarantined_bytes == SLOT_BYTES
             clock.advance(1.0)
             await eventually(lambda: running.engine.gauges().arena_quarantined_bytes == 0)
@@ -170,8 +199,8 @@ async def test_after_a_crash_old_segments_count_until_their_peers_are_gone() -> 
         fd = take_session_file(running, peer)
         await store(running, peer, [1])
         await running.engine.flush(TENANT, b"")
-        for segment in running.engine._table.space.segments:
-            running.engine.sessions.descriptor(peer.token, segment.segment_id)
+        for segment_id in running.engine.prepare(peer, 0)[0]:
+            running.engine.sessions.descriptor(peer.token, segment_id)
         old_bytes = running.engine.gauges().arena_segment_bytes
         assert old_bytes > 0
         # As a kill would leave it: nothing is closed but what the kernel closes.

@@ -33,6 +33,7 @@ from tests.fixtures.pagestore import (
     SLOT_BYTES,
     SPEC,
     TENANT,
+    Gate,
     Running,
     ScriptedPeers,
     World,
@@ -51,18 +52,6 @@ OTHER_SPEC = replace(SPEC, model_revision="other")
 OTHER = keyspace_id(encode_keyspace(TENANT, OTHER_SPEC))
 PATIENT_MS = 60_000  # nothing is written before a request
 ONE_PAGE_AND_NO_MORE = {"write_back_bytes_per_s": 1}  # the first one goes at once, the next one hours later
-
-
-class Gate(threading.Event):
-    """Shows when a caller waits at it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached = threading.Event()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.reached.set()
-        return super().wait(timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

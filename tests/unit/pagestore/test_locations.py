@@ -21,12 +21,12 @@ from kvpool_pagestore.engine.inventory import Announcer, Inventory
 from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, RecordingIndex, metadata, page_key
 
 
-def table_with(staged_shards: int, disk_map: DiskMap | None = None) -> PageTable:
+def table_with(staged_shards: int, disk_map: DiskMap | None = None, events: PageEvents | None = None) -> PageTable:
     """A page table with these shards of page 17's chunk in staging."""
     limits = ArenaLimits(
         arena_bytes=1 << 20, segment_bytes=1 << 16, first_segment_id=1, writer_bytes=1 << 20, grace_s=1.0
     )
-    table = PageTable(limits, PageEvents(), AdmissionRules(), lambda: 0, disk_map)
+    table = PageTable(limits, events or PageEvents(), AdmissionRules(), lambda: 0, disk_map)
     session = Session(b"s" * 16, TENANT, "peer", max_leases=8)
     for shard in shards_in(staged_shards):
         record = PageRecord(page_key(17, shard=shard), 4096, metadata(17))
@@ -52,12 +52,13 @@ def test_pages_that_became_durable_together_are_one_change_of_their_chunk() -> N
 
 
 def test_pages_that_appear_together_are_one_change_of_their_chunk_before_any_leaves() -> None:
-    table, index = table_with(0b111), RecordingIndex()
-    table._events.subscribe([Subscription(StagingChanged, Announcer(index).staging)])
+    events, index = PageEvents(), RecordingIndex()
+    table = table_with(0b111, events=events)
+    events.subscribe([Subscription(StagingChanged, Announcer(index).staging)])
     slots = table.chunk_slots(KEYSPACE, page_key(17).chunk_hash)
     for slot in slots:
         slot.is_announced = False
-    with table._events.merged():
+    with events.merged():
         for slot in slots[:2]:
             table.reannounce(slot)
         assert not index.changes

@@ -18,6 +18,7 @@ from rocksdict import WriteBatch
 from kvpool.core.errors import KvPoolError, QuotaExceeded, StartupFailed, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters import page_store, rocks_database
+from kvpool_pagestore.adapters.extents import ExtentBlocks
 from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.adapters.records import RECORDS
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, put_each, scanned
@@ -284,18 +285,16 @@ def test_while_a_keyspace_is_cleared_its_blocks_serve_writers_of_others(
 
     count = next(number for number in range(10_000) if not fill(number))
     assert isinstance(failures[-1], QuotaExceeded) and count > 300
-    assert store._opened is not None
-    records, written = store._opened._blocks, list[KvPoolError | None]()
-    give_if_read = records.give_if_read
+    give_if_read, written = ExtentBlocks.give_if_read, list[KvPoolError | None]()
     other = replace(page_write(0), key=PageKey(b"o" * 16, b"c" * 16, 0))
 
-    def given(keys: list[bytes], values: list[bytes]) -> Any:
+    def given(blocks: ExtentBlocks, keys: list[bytes], values: list[bytes]) -> Any:
         if len(written) == 3:  # parts: the blocks of the first two have come back
             store.put_batch([other], lambda _, failure: failures.append(failure))
         written.append(failures[-1])
-        return give_if_read(keys, values)
+        return give_if_read(blocks, keys, values)
 
-    monkeypatch.setattr(records, "give_if_read", given)
+    monkeypatch.setattr(ExtentBlocks, "give_if_read", given)
     store.delete_keyspace(b"k" * 16)
     assert len(written) > 4 and written[3] is None
     store.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -20,6 +20,7 @@ from kvpool.tracing.provider import tracer_with
 from kvpool.v1 import index_pb2
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+ENGINES = TracerProvider(shutdown_on_exit=False).get_tracer("engine")
 LONG = "01" + PARENT[2:] + "-" + "a" * 1_000_000  # of a later version, which may say more
 
 
@@ -199,8 +200,7 @@ def test_a_batch_of_many_requests_is_linked_to_some_of_them() -> None:
 
 async def test_an_engines_own_span_is_continued_into_tasks_and_left_as_it_was() -> None:
     recorded = Recorded()
-    engines: Any = recorded.tracer
-    with engines._tracer.start_as_current_span("engine") as engine:
+    with ENGINES.start_as_current_span("engine") as engine:
         await asyncio.create_task(_one(recorded.tracer))
         assert trace.get_current_span() is engine
     assert recorded.span("client").parent.span_id == engine.get_span_context().span_id
@@ -208,9 +208,8 @@ async def test_an_engines_own_span_is_continued_into_tasks_and_left_as_it_was() 
 
 def test_the_synchronous_client_continues_the_span_of_the_thread_that_calls_it() -> None:
     recorded, loop = Recorded(), BackgroundLoop()
-    engines: Any = recorded.tracer
     try:
-        with engines._tracer.start_as_current_span("engine") as engine:
+        with ENGINES.start_as_current_span("engine") as engine:
             loop.run(lambda: _one(recorded.tracer))
         loop.run(lambda: _one(recorded.tracer))
     finally:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvpool.client.config import ClientConfig
 from kvpool.core.tracing import NO_TRACER
@@ -73,8 +75,11 @@ def test_the_resource_is_the_environments_where_it_says_something(monkeypatch: p
 
 
 def _resource() -> dict[str, Any]:
-    tracer: Any = tracer_with("kvpool-index", TracerProvider(shutdown_on_exit=False)._active_span_processor)
-    return dict(tracer._tracer.resource.attributes)
+    exporter = InMemorySpanExporter()
+    with tracer_with("kvpool-index", SimpleSpanProcessor(exporter)).request("one"):
+        pass
+    (span,) = exporter.get_finished_spans()
+    return dict(span.resource.attributes)
 
 
 def test_a_client_takes_part_in_what_its_engine_has_set_up(monkeypatch: pytest.MonkeyPatch) -> None:

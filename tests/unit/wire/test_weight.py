@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def test_nothing_takes_more_memory_than_it_weighs() -> None:
 
     def taken_bytes(name: str, data: bytes) -> int:
         before_bytes = resident_bytes()
-        kept.append(REQUESTS[name]._concrete_class.FromString(data))  # type: ignore[attr-defined]
+        kept.append(GetMessageClass(REQUESTS[name]).FromString(data))
         return resident_bytes() - before_bytes
 
     gc.collect()

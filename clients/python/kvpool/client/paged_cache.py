@@ -94,7 +94,7 @@ class PagedCache:
         """A cache in new host memory, for engines without torch: `buffers` are its tensors."""
         cache = cls.__new__(cls)
         rank = layers or range(model.spec.group.layers), heads or range(model.spec.group.kv_heads)
-        cache.model, cache._events = model, None
+        cache.model, cache._events = model, None  # noqa: SLF001  # one of its own, made without tensors
         cache.layout = _axes(layout).layout(model.spec, *rank, block_size, block_count)
         cache.layout.validate(model.spec)
         cache.regions = tuple(SharedMemoryRegion(size) for size in cache.layout.handle_sizes)

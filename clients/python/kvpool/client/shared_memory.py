@@ -29,15 +29,22 @@ class SharedMemoryRegion:
     once an exclusive lock can be had, the agent has unmapped the memory, or its process has gone.
     """
 
-    def __init__(self, size_bytes: int, name: str = "kvpool-engine") -> None:
-        """raises: InvalidRequest for a size that is not > 0; StartupFailed when there is not so much memory."""
+    def __init__(self, size_bytes: int, name: str = "kvpool-engine", *, adopted_fd: int | None = None) -> None:
+        """adopted_fd: see `adopt`.
+
+        raises: InvalidRequest for a size that is not > 0; StartupFailed when there is not so much memory.
+        """
         if size_bytes <= 0:
             raise InvalidRequest(f"size_bytes must be > 0, got {size_bytes}")
         self.size_bytes = size_bytes
-        self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if adopted_fd is None:
+            self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            self._fd = os.dup(adopted_fd)
         try:
             os.posix_fallocate(self._fd, 0, size_bytes)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            if adopted_fd is None:
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             self._memory = mmap.mmap(self._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             populate(self._memory)
         except OSError as error:
@@ -48,19 +55,9 @@ class SharedMemoryRegion:
     def adopt(cls, fd: int, size_bytes: int) -> Self:
         """Of a file in memory that is there already, that of another library, say. The descriptor stays the caller's.
 
-        raises: StartupFailed when there is not so much memory. The file must not shrink.
+        raises: as the constructor. The file must not shrink.
         """
-        region = cls.__new__(cls)
-        region.size_bytes = size_bytes
-        region._fd = os.dup(fd)
-        try:
-            os.posix_fallocate(region._fd, 0, size_bytes)
-            region._memory = mmap.mmap(region._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-            populate(region._memory)
-        except OSError as error:
-            os.close(region._fd)
-            raise StartupFailed(f"cannot have {size_bytes} bytes of shared memory ({error}); ask for less") from error
-        return region
+        return cls(size_bytes, adopted_fd=fd)
 
     @property
     def buffer(self) -> memoryview:

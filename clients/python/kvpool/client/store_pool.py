@@ -137,12 +137,22 @@ class _ArenaWindows:
 class AsyncStorePages:
     """Belongs to one event loop. Every call takes bounded time and answers for each chunk; none raises for trouble."""
 
-    def __init__(self, config: StoreConfig, peer_name: str) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        peer_name: str,
+        *,
+        index: IndexClient | None = None,
+        transport: PageTransport | None = None,
+    ) -> None:
+        """index, transport: in place of those that `config` names; closed with the pool."""
         self._config = config
-        self._index = IndexClient(config.client)
+        self._index = index if index is not None else IndexClient(config.client)
         self._threads = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="kvpool-copy")
         self._transport: PageTransport
-        if config.is_remote:
+        if transport is not None:
+            self._transport = transport
+        elif config.is_remote:
             window_bytes = config.stream_bytes_in_flight_max // (2 * config.calls_in_flight)  # reads and writes
             self._transport = StreamTransport(config.client, self._index, self._threads, window_bytes)
         else:

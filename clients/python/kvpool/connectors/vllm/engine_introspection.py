@@ -107,7 +107,8 @@ class StepStart:
     def _is_known(self) -> bool:
         if self._under_way or not self._steps:
             return True
-        return self._recognized and not _executes_model(sys._current_frames().get(self._thread))
+        frames = sys._current_frames()  # noqa: SLF001  # documented; there is no other way to see what a thread runs
+        return self._recognized and not _executes_model(frames.get(self._thread))
 
 
 def _executes_model(frame: FrameType | None) -> bool:
