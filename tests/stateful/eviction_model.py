@@ -54,10 +54,10 @@ class EvictionMachine(RuleBasedStateMachine):
         self.inside: dict[int, Entry] = {}
         self.now_us = 0
 
-    @rule(key=KEYS, retention=RETENTIONS)
-    def insert(self, key: int, retention: Retention) -> None:
+    @rule(key=KEYS, retention=RETENTIONS, is_unlikely=st.booleans())
+    def insert(self, key: int, retention: Retention, is_unlikely: bool = False) -> None:
         domain = DOMAINS[key % 2]
-        self.policy.insert(key, parent_of(key), domain=domain, retention=retention)
+        self.policy.insert(key, parent_of(key), domain=domain, retention=retention, is_unlikely=is_unlikely)
         is_held = key in self.inside and self.inside[key].is_held
         self.inside[key] = Entry(domain, retention, is_held)
 

@@ -33,8 +33,9 @@ class WithoutChains(EvictionPolicy[int]):
         position: int = 0,
         domain: Hashable = None,
         retention: Retention = PLAIN,
+        is_unlikely: bool = False,
     ) -> None:
-        super().insert(key, position=position, domain=domain, retention=retention)
+        super().insert(key, position=position, domain=domain, retention=retention, is_unlikely=is_unlikely)
 
 
 class WithoutChainsMachine(EvictionMachine):
@@ -93,8 +94,16 @@ class Hasty(EvictionPolicy[int]):
         position: int = -1,
         domain: Hashable = None,
         retention: Retention = PLAIN,
+        is_unlikely: bool = False,
     ) -> None:
-        super().insert(key, parent, position=position, domain=domain, retention=_shorter(retention))
+        super().insert(
+            key,
+            parent,
+            position=position,
+            domain=domain,
+            retention=_shorter(retention),
+            is_unlikely=is_unlikely,
+        )
 
     def restore(
         self,

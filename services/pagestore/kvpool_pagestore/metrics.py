@@ -26,9 +26,11 @@ class StoreGauges:
     arena_prepared_bytes: int
     arena_prepare_seconds: float
     staging_pages: int
+    arriving_pages: int
     disk_capacity_bytes: int
     disk_used_bytes: int
     disk_pages: int
+    disk_writing_bytes: int
     disk_faulty: int  # 1: pages are not made durable
     disk_state: int  # 0: it can be written, 1: only read, 2: neither
     sessions: int
@@ -50,9 +52,11 @@ _GAUGE_HELP = {
     "arena_prepared_bytes": "Arena memory that was put in place before it was needed, since the start.",
     "arena_prepare_seconds": "How long that took, or has taken so far.",
     "staging_pages": "Pages ready in staging.",
+    "arriving_pages": "Pages on their way to readers: from disk, from a peer, or to be sealed.",
     "disk_capacity_bytes": "Hard budget of the disk tier.",
     "disk_used_bytes": "The disk tier as its file system counts it.",
     "disk_pages": "Pages on disk.",
+    "disk_writing_bytes": "Bytes of batches that are being written to the disk tier.",
     "disk_faulty": "1 while pages are not made durable.",
     "disk_state": "0: the disk tier can be written and read, 1: only read, 2: neither.",
     "sessions": "Open sessions.",

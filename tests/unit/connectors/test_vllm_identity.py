@@ -92,7 +92,7 @@ def test_each_group_of_layers_is_a_keyspace_of_its_own() -> None:
     assert [facts.window_tokens for facts in (windows, full, others)] == [128, 0, 128]
     specs = [model_spec(SETTINGS, config, facts) for facts in (windows, full, others)]
     assert [spec.group.layers for spec in specs] == [4, 2, 2]
-    assert [spec.group.attention.name for spec in specs] == ["SLIDING_WINDOW", "FULL", "SLIDING_WINDOW"]
+    assert [spec.group.attention.name for spec in specs] == ["GROUPED_WINDOW", "FULL", "GROUPED_WINDOW"]
     again = model_spec(SETTINGS, config, replace(others, layer_numbers=(2, 6)))
     assert len({spec.salt for spec in (*specs, again)}) == 4, "layers of equal shape have other KV"
     names = [keyspace_name(SETTINGS, spec, facts) for spec, facts in zip(specs, (windows, full, others), strict=True)]
@@ -104,6 +104,7 @@ def test_windows_alone_are_one_keyspace() -> None:
     facts = the_facts(config, groups(WINDOW))
     spec = model_spec(SETTINGS, config, facts)
     assert (spec.group.layers, spec.group.window_tokens) == (8, 128)
+    assert spec.group.attention is AttentionKind.SLIDING_WINDOW
     assert spec != model_spec(SETTINGS, config, the_facts(config, groups(FullAttentionSpec())))
 
 

@@ -172,7 +172,12 @@ def test_models_that_are_not_supported_are_refused_by_name(groups: tuple[KvGroup
 
 
 @pytest.mark.parametrize(
-    "group", [replace(GROUP, window_tokens=128), replace(GROUP, attention=AttentionKind.SLIDING_WINDOW)]
+    "group",
+    [
+        replace(GROUP, window_tokens=128),
+        replace(GROUP, attention=AttentionKind.SLIDING_WINDOW),
+        replace(GROUP, attention=AttentionKind.GROUPED_WINDOW),
+    ],
 )
 def test_a_window_belongs_to_sliding_window_attention_alone(group: KvGroup) -> None:
     with pytest.raises(InvalidRequest, match=r"groups\[0\].window_tokens"):
@@ -181,8 +186,9 @@ def test_a_window_belongs_to_sliding_window_attention_alone(group: KvGroup) -> N
 
 def test_a_sliding_window_is_part_of_the_identity() -> None:
     window = replace(GROUP, attention=AttentionKind.SLIDING_WINDOW, window_tokens=128)
-    specs = [replace(SPEC, groups=(group,)) for group in (GROUP, window, replace(window, window_tokens=256))]
-    assert len({encode_keyspace("a", spec) for spec in specs}) == 3
+    grouped = replace(window, attention=AttentionKind.GROUPED_WINDOW)
+    specs = [replace(SPEC, groups=(group,)) for group in (GROUP, window, replace(window, window_tokens=256), grouped)]
+    assert len({encode_keyspace("a", spec) for spec in specs}) == 4
     assert [decode_keyspace(encode_keyspace("a", spec))[1] for spec in specs] == specs
     assert differing_fields(specs[1], specs[2]) == ("groups[0].window_tokens",)
 

@@ -219,3 +219,15 @@ def test_keys_that_a_client_made_alike_are_found_in_as_few_steps_as_others() -> 
     for key in keys:
         assert rows.find(key) != NO_ROW
     assert links.followed < 4 * len(keys)
+
+
+def test_an_unlikely_key_goes_first_unless_it_is_used_or_known_from_before() -> None:
+    policy: EvictionPolicy[int] = EvictionPolicy()
+    for key in range(100):
+        policy.insert(key, is_unlikely=key >= 96)
+    policy.touch(98)
+    assert [policy.evict() for _ in range(4)] == [96, 97, 99, 0]
+    for key in (97, 100):  # 97 was evicted, and somebody has computed it again
+        policy.insert(key, is_unlikely=True)
+    victims = [policy.evict() for _ in range(98)]
+    assert victims.index(100) < 5 and victims.index(97) > 90 and victims.index(98) > 90

@@ -159,7 +159,9 @@ def _check_groups(groups: tuple[KvGroup, ...], payload: PayloadKind) -> None:
             raise GeometryUnsupported(
                 f"groups[{number}] has state space attention, whose state cannot be taken apart into tokens; set opaque"
             )
-        if (group.attention is AttentionKind.SLIDING_WINDOW) != bool(group.window_tokens):
+        if (group.attention in (AttentionKind.SLIDING_WINDOW, AttentionKind.GROUPED_WINDOW)) != bool(
+            group.window_tokens
+        ):
             raise InvalidRequest(
                 f"groups[{number}].window_tokens must be set exactly for a sliding window, got {group.window_tokens} "
                 f"with {group.attention.name} attention"

@@ -137,9 +137,11 @@ class _AttentionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attenti
     ATTENTION_KIND_FULL: _AttentionKind.ValueType  # 1
     """Every token attends to the whole prefix."""
     ATTENTION_KIND_SLIDING_WINDOW: _AttentionKind.ValueType  # 2
-    """Every token attends to the last window_tokens tokens, its own included."""
+    """Every token attends to the last window_tokens tokens, its own included; readers take whole chains of chunks all the same."""
     ATTENTION_KIND_STATE_SPACE: _AttentionKind.ValueType  # 3
     """Every token reads a state of fixed size (Mamba, gated delta nets and kin). A chunk is the state after its last token; only opaque payloads have it."""
+    ATTENTION_KIND_GROUPED_WINDOW: _AttentionKind.ValueType  # 4
+    """As SLIDING_WINDOW, in a model with other groups; readers take the chunks that the window before a boundary reaches, and no others."""
 
 class AttentionKind(_AttentionKind, metaclass=_AttentionKindEnumTypeWrapper):
     """Kind of attention of one KV group."""
@@ -149,9 +151,11 @@ ATTENTION_KIND_UNSPECIFIED: AttentionKind.ValueType  # 0
 ATTENTION_KIND_FULL: AttentionKind.ValueType  # 1
 """Every token attends to the whole prefix."""
 ATTENTION_KIND_SLIDING_WINDOW: AttentionKind.ValueType  # 2
-"""Every token attends to the last window_tokens tokens, its own included."""
+"""Every token attends to the last window_tokens tokens, its own included; readers take whole chains of chunks all the same."""
 ATTENTION_KIND_STATE_SPACE: AttentionKind.ValueType  # 3
 """Every token reads a state of fixed size (Mamba, gated delta nets and kin). A chunk is the state after its last token; only opaque payloads have it."""
+ATTENTION_KIND_GROUPED_WINDOW: AttentionKind.ValueType  # 4
+"""As SLIDING_WINDOW, in a model with other groups; readers take the chunks that the window before a boundary reaches, and no others."""
 Global___AttentionKind: _TypeAlias = AttentionKind  # noqa: Y015
 
 class _Tier:
@@ -347,7 +351,7 @@ class KvGroup(_message.Message):
     attention: Global___AttentionKind.ValueType
     """A model with layers of several kinds opens a keyspace for each."""
     window_tokens: _builtins.int
-    """Window of SLIDING_WINDOW in tokens, else 0."""
+    """Window of SLIDING_WINDOW and GROUPED_WINDOW in tokens, else 0."""
     def __init__(
         self,
         *,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.location_digest import ChunkPlaces
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.chain_links import ALL_IN_CHAINS, ChainLinks
 from kvpool_pagestore.core.chunk_columns import HASH_BYTES, NAME_BYTES, ChunkColumns, FoundChunks
 from kvpool_pagestore.core.events import BytesHeld, ChunksLeft, PageEvents, PagesLeft
 from kvpool_pagestore.core.eviction import EvictionPolicy
@@ -75,8 +76,14 @@ class DiskMap:
     Some 150 bytes a chunk, the policy's included. Iteration follows rows, so that the map may change meanwhile.
     """
 
-    def __init__(self, page_bytes: PageBytes, events: PageEvents, now_us: Callable[[], int]) -> None:
-        self._page_bytes = page_bytes
+    def __init__(
+        self,
+        page_bytes: PageBytes,
+        events: PageEvents,
+        now_us: Callable[[], int],
+        links: ChainLinks = ALL_IN_CHAINS,
+    ) -> None:
+        self._page_bytes, self._links = page_bytes, links
         self._known_bytes: dict[tuple[bytes, int], int] = {}  # by keyspace and shard
         self._events = events
         self._now_us = now_us  # wall time, for pins and ends of life
@@ -104,7 +111,7 @@ class DiskMap:
 
         Pages of a chunk are kept or given up together, as the one asks that wants to be kept longest.
         """
-        row = self._open(key.keyspace + key.chunk_hash, metadata, self._policy.insert)
+        row = self._open(key.keyspace + key.chunk_hash, metadata)
         if self._rows.shards[row] >> key.shard & 1:
             return False
         self._rows.shards[row] |= 1 << key.shard
@@ -119,7 +126,7 @@ class DiskMap:
         """
         self._rows.fill(found.names)
         self._rows.shards, self._kept = found.shards, found.kept
-        parents, positions, keyspaces = _chains(found)
+        parents, positions, keyspaces = _chains(found, self._links)
         self._policy.restore_all(parents, positions, keyspaces)
         name_of = self._rows.key
         for row in np.flatnonzero((parents == NO_ROW) & (positions > 0)).tolist():
@@ -306,23 +313,26 @@ class DiskMap:
         row = self._rows.find(name)
         return row if row >= 0 and self._rows.shards[row] else NO_ROW
 
-    def _open(self, name: bytes, metadata: PageMetadata, enter: Callable[..., None]) -> int:
-        """The row of a chunk of which a page came, brought to the policy by `enter` if it is new."""
+    def _open(self, name: bytes, metadata: PageMetadata) -> int:
+        """The row of a chunk of which a page came."""
         row = self._find(name)
         if row >= 0:
             if (known := self._kept.metadata(row)) != metadata:
                 self.set_metadata(name[:HASH_BYTES], name[HASH_BYTES:], extended(known, metadata))
             return row
-        self._enter(name, metadata, enter)
+        keyspace, (parent, is_passed) = name[:HASH_BYTES], self._links.find(name[:HASH_BYTES], metadata)
+        self._policy.insert(
+            name,
+            keyspace + parent if parent is not None else None,
+            position=metadata.chunk_index,
+            domain=keyspace,
+            retention=retention_of(metadata),
+            is_unlikely=is_passed,
+        )
         row = self._rows.find(name)
         self._kept.extend(len(self._rows))
         self._kept.keep(row, metadata)
         return row
-
-    def _enter(self, name: bytes, metadata: PageMetadata, enter: Callable[..., None]) -> None:
-        keyspace = name[:HASH_BYTES]
-        parent = keyspace + metadata.parent_hash if metadata.chunk_index else None
-        enter(name, parent, position=metadata.chunk_index, domain=keyspace, retention=retention_of(metadata))
 
     def _chunk(self, row: int) -> DiskChunk:
         name = self._rows.key(row)
@@ -334,7 +344,15 @@ class DiskMap:
     def _put_back_chosen(self) -> None:
         for name in self._chosen:
             if self._find(name) >= 0 and name not in self._policy:
-                self._enter(name, self._kept.metadata(self._rows.find(name)), self._policy.restore)
+                metadata = self._kept.metadata(self._rows.find(name))
+                keyspace, parent = name[:HASH_BYTES], self._links.find(name[:HASH_BYTES], metadata).parent
+                self._policy.restore(
+                    name,
+                    keyspace + parent if parent is not None else None,
+                    position=metadata.chunk_index,
+                    domain=keyspace,
+                    retention=retention_of(metadata),
+                )
         self._chosen = []
 
     def _count(self, key: PageKey, size_bytes: int) -> None:
@@ -348,8 +366,11 @@ def _keyspaces(names: npt.NDArray[np.uint8]) -> list[tuple[bytes, int, int]]:
     return [(names[begin, :HASH_BYTES].tobytes(), begin, end) for begin, end in pairwise([*begins, len(names)])]
 
 
-def _chains(found: FoundChunks) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], list[tuple[bytes, int, int]]]:
-    """By row the chunk before, NO_ROW if that is not at once to be found, and the position in the chain.
+def _chains(
+    found: FoundChunks, links: ChainLinks
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], list[tuple[bytes, int, int]]]:
+    """By row the chunk before, NO_ROW if that is not at once to be found, and the position in the chain, 0 for chunks
+    that stand alone.
 
     And the keyspaces, each with its first row and the one after its last.
     """
@@ -358,7 +379,9 @@ def _chains(found: FoundChunks) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.i
     hashes, wanted = words(names[:, HASH_BYTES:]), words(found.kept.parents)
     positions = np.maximum(found.kept.indexes, -1)
     parents = np.full(len(names), NO_ROW, np.int32)
-    for _, begin, end in keyspaces:
+    for keyspace, begin, end in keyspaces:
+        if links.stand_alone(keyspace):
+            positions[begin:end] = 0
         at = begin + np.searchsorted(hashes[begin:end, 0], wanted[begin:end, 0])
         at = np.minimum(at, end - 1)
         is_right = (hashes[at] == wanted[begin:end]).all(axis=1) & (positions[begin:end] > 0)

@@ -163,6 +163,7 @@ class EvictionPolicy(Generic[K]):
         position: int = _UNKNOWN,
         domain: Hashable = None,
         retention: Retention = PLAIN,
+        is_unlikely: bool = False,
     ) -> None:
         """A key came in; it counts as used now. Again for a key that is inside: touched and retained as said here.
 
@@ -170,6 +171,7 @@ class EvictionPolicy(Generic[K]):
         position: of the key in its chain, 0 for the first. A parent whose position is not the one before is ignored,
         so that parents form no cycle whatever clients say. Without positions the caller must see to that.
         domain: a label by which `evict` can be held to a part of the keys, such as the keyspace.
+        is_unlikely: unless it is known from before, it ranks until its next use as what LRU would give up next.
         """
         row = self._rows.find(key)
         if row >= 0 and self._flags[row] & _PRESENT:
@@ -178,7 +180,7 @@ class EvictionPolicy(Generic[K]):
             return
         row = self._enter(row, key, parent, position, domain, retention)
         self._uses[row], last = self._ghosts.take(_number(key), self._window.now)
-        self._use(row, last, is_hit=False)
+        self._use(row, last, is_hit=False, is_unlikely=is_unlikely)
 
     def restore(
         self,
@@ -421,7 +423,7 @@ class EvictionPolicy(Generic[K]):
                     self._place(above)
             row = above
 
-    def _use(self, row: int, last: int, *, is_hit: bool) -> None:
+    def _use(self, row: int, last: int, *, is_hit: bool, is_unlikely: bool = False) -> None:
         window, count = self._window, self._count
         if last > 0 and self._was_full and is_hit != (last > window.start):
             weight = self._weight * _WEIGHT_STEP if is_hit else self._weight / _WEIGHT_STEP
@@ -434,6 +436,8 @@ class EvictionPolicy(Generic[K]):
             self._uses[row] = uses
         if uses > 1:
             score += int(self._weight * width * _LOG_USES[uses])
+        elif is_unlikely:
+            score = window.start
         if count >= _EXACT_KEYS:  # 256 queues a window, 16 of a small domain
             large = self._shelves[self._shelf[row]].key_count >= _EXACT_KEYS
             score &= -1 << max(0, (width >> (8 if large else 4)).bit_length() - 1)

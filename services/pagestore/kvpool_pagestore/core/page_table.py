@@ -15,6 +15,7 @@ from kvpool.core.errors import ArenaFull, KvPoolError, LeaseLost, SessionBusy
 from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest, AdmissionRules
+from kvpool_pagestore.core.chain_links import ALL_IN_CHAINS, ChainLinks
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.events import BytesHeld, PageEvents, PagesEvicted, PagesLeft, PagesUsed, StagingChanged
 from kvpool_pagestore.core.keyspaces import chunk_pages
@@ -70,18 +71,17 @@ class PageTable:
         now_us: Callable[[], int],
         disk_map: DiskMap | None = None,
         staging_is_tier: Callable[[bytes], bool] = lambda keyspace: True,
+        links: ChainLinks = ALL_IN_CHAINS,
     ) -> None:
-        self._limits = limits
-        self._events = events
-        self._admission = admission
-        self._staging_is_tier = staging_is_tier
-        self.disk_map = disk_map
+        self._limits, self._events, self._admission = limits, events, admission
+        self._staging_is_tier, self.disk_map = staging_is_tier, disk_map
         self.space = SegmentTable(
             capacity_bytes=limits.arena_bytes,
             segment_bytes=limits.segment_bytes,
             first_segment_id=limits.first_segment_id,
             on_evict=self._evicted,
             now_us=now_us,
+            links=links,
         )
         self.sessions = SessionTable(grace_s=limits.grace_s)
         self.dirty_bytes = 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 
 from kvpool.core.page import KEY_BYTES, SLOT_ALIGNMENT_BYTES
+from kvpool_pagestore.core.chain_links import ALL_IN_CHAINS, ChainLinks
 from kvpool_pagestore.core.eviction import EvictionPolicy
 from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
 from kvpool_pagestore.core.retained import retention_of
@@ -136,6 +137,7 @@ class SegmentTable:
         first_segment_id: int,
         on_evict: Callable[[Slot], None],
         now_us: Callable[[], int],
+        links: ChainLinks = ALL_IN_CHAINS,
     ) -> None:
         if not 0 < segment_bytes <= capacity_bytes:
             raise ValueError(f"need 0 < segment_bytes <= capacity_bytes, got {segment_bytes} and {capacity_bytes}")
@@ -147,7 +149,7 @@ class SegmentTable:
         self._segment_bytes = segment_bytes
         self._next_segment_id = first_segment_id
         self._on_evict = on_evict
-        self._now_us = now_us  # wall time, for pins and ends of life
+        self._now_us, self._links = now_us, links  # wall time, for pins and ends of life
         self._segments: dict[int, Segment] = {}
         self._classes: dict[tuple[str, int], _SizeClass] = {}
         self._unmade: dict[int, Segment] = {}
@@ -426,15 +428,16 @@ class SegmentTable:
     def _enter(self, slot: Slot, evictable: bool) -> None:
         size_class, record = self._class_of(slot), slot.page
         (keyspace, chunk_hash, shard), metadata = record.key, record.metadata
-        # A page's name to the policy: as many bytes for each page.
-        end, position = shard.to_bytes(2, "little"), metadata.chunk_index
+        parent, is_passed = self._links.find(keyspace, metadata)
+        end = shard.to_bytes(2, "little")  # of a page's name to the policy: as many bytes for each page
         name = keyspace + chunk_hash + end
         size_class.pages.insert(
             name,
-            keyspace + metadata.parent_hash + end if position else None,
-            position=position,
+            keyspace + parent + end if parent is not None else None,
+            position=metadata.chunk_index,
             domain=keyspace,
             retention=retention_of(metadata),
+            is_unlikely=is_passed and not slot.pins,  # a page with a pin has a reader that waits
         )
         slot.row = size_class.rows.find(name)
         size_class.rows.slots[slot.row] = slot
@@ -506,10 +509,6 @@ class SegmentTable:
         size_class.pinned_until_us = min(ends_us, default=0)
         return None
 
-    def _evict(self, slot: Slot) -> None:
-        self._on_evict(slot)
-        self.free(slot)
-
     def _idlest(
         self, by_size: Mapping[int, _IdleSegments], slot_bytes: int, *, unmapped: bool = False
     ) -> Segment | None:
@@ -550,7 +549,8 @@ class SegmentTable:
     def _empty(self, segment: Segment) -> None:
         for slot in segment.slots:
             if slot.state is not SlotState.FREE:
-                self._evict(slot)
+                self._on_evict(slot)
+                self.free(slot)
         if segment.slot_bytes:
             self._class(segment.tenant, segment.slot_bytes).open.pop(segment.segment_id, None)
 

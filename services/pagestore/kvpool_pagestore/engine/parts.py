@@ -9,6 +9,7 @@ from kvpool.core.page import PageKey
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.chain_links import ChainLinks
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.page_table import ArenaLimits
@@ -108,7 +109,9 @@ def session_times(config: PageStoreConfig) -> SessionTimes:
     )
 
 
-def make_disk_map(parts: EngineParts, keyspaces: KeyspaceBook, context: EngineContext) -> DiskMap | None:
+def make_disk_map(
+    parts: EngineParts, keyspaces: KeyspaceBook, links: ChainLinks, context: EngineContext
+) -> DiskMap | None:
     if (store := parts.store) is None:
         return None
 
@@ -117,7 +120,7 @@ def make_disk_map(parts: EngineParts, keyspaces: KeyspaceBook, context: EngineCo
         assert keyspace is not None  # remembered before the first page of it was written
         return store.charged_bytes(keyspace.page_bytes(key.shard))
 
-    return DiskMap(charged_bytes, context.events, context.clock.wall_us)
+    return DiskMap(charged_bytes, context.events, context.clock.wall_us, links)
 
 
 def replication_limits(config: PageStoreConfig) -> ReplicationLimits:

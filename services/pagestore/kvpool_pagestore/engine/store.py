@@ -19,6 +19,7 @@ from kvpool.core.errors import (
 from kvpool.core.fault_points import reach
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.admission import AdmissionRules, TenantQuotas
+from kvpool_pagestore.core.chain_links import ChainLinks
 from kvpool_pagestore.core.events import (
     BytesHeld,
     ChunksLeft,
@@ -109,8 +110,8 @@ class PageStoreEngine:
 
     def _make_tiers(self, parts: EngineParts, policies: PolicyBook, context: EngineContext) -> Tiers:
         """Where pages are."""
-        workers = parts.workers
-        disk_map = make_disk_map(parts, self._keyspaces, context)
+        workers, links = parts.workers, ChainLinks(self._keyspaces)
+        disk_map = make_disk_map(parts, self._keyspaces, links, context)
         self._table = PageTable(
             arena_limits(self._config, parts.first_segment_id),
             self.events,
@@ -118,6 +119,7 @@ class PageStoreEngine:
             parts.clock.wall_us,
             disk_map,
             lambda keyspace: policies.plan(keyspace).staging_is_tier,
+            links,
         )
         self._space = ArenaSpace(self._table, parts.arena, workers.verify, self._tasks, parts.clock)
         sealing = Sealing(self._space, self._keyspaces, workers.seal or workers.verify, context.metrics)
@@ -333,9 +335,11 @@ class PageStoreEngine:
             arena_prepared_bytes=self.preparation.prepared_bytes,
             arena_prepare_seconds=self.preparation.took_s,
             staging_pages=table.ready_count,
+            arriving_pages=self.pages.flight_count,
             disk_capacity_bytes=self._config.disk_bytes if disk is not None else 0,
             disk_used_bytes=disk.used_bytes if disk is not None else 0,
             disk_pages=disk.map.page_count if disk is not None else 0,
+            disk_writing_bytes=disk.promised_bytes if disk is not None else 0,
             disk_faulty=int(bool(self.disk_fault)),
             disk_state=int(disk.health.state) if disk is not None else 0,
             sessions=table.sessions.live_count,

@@ -401,7 +401,12 @@ def model_spec(
         opaque=opaque,
         **geometry,
     ).spec
-    return replace(spec, groups=(replace(spec.group, attention=AttentionKind.STATE_SPACE),)) if info.state else spec
+    attention = spec.group.attention
+    if info.state:
+        attention = AttentionKind.STATE_SPACE
+    elif info.window_tokens and info.layer_numbers:
+        attention = AttentionKind.GROUPED_WINDOW
+    return replace(spec, groups=(replace(spec.group, attention=attention),))
 
 
 def model_revision(model: Any) -> str:

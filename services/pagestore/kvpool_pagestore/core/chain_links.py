@@ -1,0 +1,66 @@
+"""Where a chunk stands in eviction: after the chunk before it, or alone. Pure.
+
+Layers with full attention need all chunks before a boundary of a prompt, so a chunk is worth nothing without those
+before it. Layers with a window in a model with other layers need those that the window reaches, recurrent layers one
+state: their chunks stand alone. Of a window's, those far before the end of their prompt are wanted only by another
+prompt that parts from it near them: they are stored, and go first unless one does. In replays of traces that doubles
+what a full pool finds of such models (`python -m bench.window_eviction`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.geometry import AttentionKind
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
+
+KEPT_WINDOWS = 2  # before the end of a prompt: one that is read, and one for prompts that end in other words
+_IN_CHAIN, _STATE = -1, 0
+
+
+class ChainLink(NamedTuple):
+    """parent: hash of the chunk that stays as long as this one does; None: there is none. is_passed: it is not expected
+    to be asked for."""
+
+    parent: bytes | None
+    is_passed: bool
+
+
+class ChainLinks:
+    """Places of the chunks of all keyspaces."""
+
+    def __init__(self, keyspaces: KeyspaceBook) -> None:
+        self._keyspaces = keyspaces
+        self._kept: dict[bytes, tuple[int, int]] = {}  # by keyspace: tokens of a chunk, and before the end of a prompt
+
+    def stand_alone(self, keyspace: bytes) -> bool:
+        """Whether the chunks of a keyspace do."""
+        return self._numbers(keyspace)[1] != _IN_CHAIN
+
+    def find(self, keyspace: bytes, metadata: PageMetadata) -> ChainLink:
+        """Return the place of a chunk; in a chain if its keyspace is not known."""
+        chunk_tokens, kept_tokens = self._numbers(keyspace)
+        if kept_tokens == _IN_CHAIN:
+            return ChainLink(metadata.parent_hash if metadata.chunk_index else None, False)
+        end = metadata.prompt_tokens // chunk_tokens * chunk_tokens
+        chunk_end = (metadata.chunk_index + 1) * chunk_tokens
+        return ChainLink(None, kept_tokens != _STATE and chunk_end + kept_tokens <= end)
+
+    def _numbers(self, keyspace: bytes) -> tuple[int, int]:
+        known = self._kept.get(keyspace)
+        if known is None:
+            found = self._keyspaces.find(keyspace)
+            if found is None:
+                return 1, _IN_CHAIN
+            group, kept_tokens = found.spec.group, _IN_CHAIN
+            if group.attention is AttentionKind.GROUPED_WINDOW:
+                kept_tokens = KEPT_WINDOWS * group.window_tokens
+            elif group.attention is AttentionKind.STATE_SPACE:
+                kept_tokens = _STATE
+            known = self._kept[keyspace] = found.spec.chunk_tokens, kept_tokens
+        return known
+
+
+ALL_IN_CHAINS = ChainLinks(KeyspaceBook())
+"""Of which no keyspace is known: all chunks are in chains."""
