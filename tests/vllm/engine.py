@@ -29,7 +29,7 @@ CHUNK = 128
 PATIENT = {"load": "always", "match_timeout_s": 30.0, "load_timeout_s": 60.0, "load_timeout_min_s": 60.0}
 _START_S = 180.0  # on a machine that has other work
 _ANSWER_S = 120.0
-_END_S = 60.0
+_END_S = 180.0  # model runner V2 takes minutes in Triton's interpreter on a busy machine
 
 
 def prompt(token_count: int, seed: int) -> list[int]:
