@@ -48,21 +48,23 @@ LISTS = {
         Step("press-simple", "press --kinds simple", 45),
     ],
     "final-1": [
-        Step("ttft", "ttft --kinds plain,kvpool,reader --count 10 --runs 5", 255),
-        Step("load", "load --kinds kvpool --count 8", 60),
-        Step("bytes", "bytes --rounds 2 --prefixes 24", 90),
-        Step("zeroed", "zeroed --count 4", 40),
-        Step("timeline", "timeline", 50),
+        Step("ttft", "ttft --kinds plain,kvpool,reader --count 10 --runs 5", 365),
+        Step("load", "load --kinds kvpool --count 8", 85),
     ],
     "final-2": [
         Step("press", "press --kinds control,offload,kvpool --runs 3 --clients 4", 235),
-        Step("store-rate", "store-rate --runs 5", 45),
-        Step("kills", "kills --kinds kvpool", 130),
-        Step("press-simple", "press --kinds simple --salt 1", 50),
+        Step("store-rate", "store-rate --runs 5", 75),
+        Step("press-simple", "press --kinds simple,kvpool --salt 1", 195),
+    ],
+    "final-3": [
+        Step("bytes", "bytes --rounds 2 --prefixes 24", 145),
+        Step("zeroed", "zeroed --count 4", 75),
+        Step("kills", "kills --kinds kvpool", 275),
     ],
     "transfers": [  # at link speed nothing reaches a disk: `kvpool cluster up --disk-bytes 0`
-        Step("layouts", "layouts --kinds plain", 40),
+        Step("layouts", "layouts --kinds plain", 55),
         Step("beside", "beside --kinds plain", 130),
+        Step("timeline", "timeline", 85),
     ],
     "two-gpus-1": [  # `kvpool cluster up --agents 2`, and `--agent auto:DIRECTORY`
         Step("pull", "pull --lengths 2048,8192,16384 --count 4 --runs 3", 220),

@@ -24,7 +24,9 @@ def test_steps_are_phases_of_known_engines(step: Step, monkeypatch: pytest.Monke
     assert set(_plan(arguments).kinds) <= set(KINDS)
 
 
-@pytest.mark.parametrize("name", ["quick", "final-1", "final-2", "two-gpus-1", "two-gpus-2", "hybrid"])
+@pytest.mark.parametrize(
+    "name", ["quick", "final-1", "final-2", "final-3", "transfers", "two-gpus-1", "two-gpus-2", "hybrid"]
+)
 def test_lists_for_a_gpu_fit_their_time(name: str) -> None:
     assert sum(step.seconds for step in LISTS[name]) <= 540
     assert len({step.name for step in LISTS[name]}) == len(LISTS[name])
