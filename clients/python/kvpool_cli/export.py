@@ -16,6 +16,7 @@ from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import KvPoolError
 from kvpool.core.export_format import Manifest, key_check, pages_bytes
+from kvpool.core.geometry import AttentionKind
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool_cli.chains import chain_of
 from kvpool_cli.common import Common
@@ -100,6 +101,12 @@ async def _prepare(
         )
         if keyspace_id(encode_keyspace(tenant, named.spec)) != opened.keyspace:
             raise CommandFailed(f"keyspace {named.name} is not of tenant {tenant!r}; name yours by --tenant")
+        attention = named.spec.group.attention
+        if attention in (AttentionKind.GROUPED_WINDOW, AttentionKind.STATE_SPACE):
+            raise CommandFailed(
+                f"keyspace {named.name} is of {attention.name} layers, whose chunks are kept without those before "
+                f"them; a file has whole chains: export keyspaces of full attention"
+            )
         manifest.payload_sizes()  # refused before anything is written
         planned = await _plan(target, index, opened, named.name, tokens)
     if not planned:

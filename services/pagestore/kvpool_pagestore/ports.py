@@ -92,11 +92,15 @@ class Arena(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWrite:
-    """One sealed page to make durable, or to send to another node. `page` views its bytes, until the call returns."""
+    """One sealed page to make durable, or to send to another node. `page` views its bytes, until the call returns.
+
+    is_used: somebody has asked for it since it came.
+    """
 
     key: PageKey
     page: memoryview
     metadata: PageMetadata
+    is_used: bool = False
 
 
 OnDurable = Callable[[PageKey, KvPoolError | None], None]

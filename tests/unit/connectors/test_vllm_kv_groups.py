@@ -112,6 +112,13 @@ def test_a_window_that_lost_its_first_chunks_is_found_in_two_rounds() -> None:
     assert (search.boundary, rounds) == (9, 2)
 
 
+def test_a_boundary_far_below_the_branch_is_found_in_few_rounds() -> None:
+    """A full pool keeps the windows at the ends of earlier prompts alone."""
+    groups, windows = [group(), group(2 * CHUNK), group(2 * CHUNK)], {8, 9, 18, 19, 58, 59}
+    search, rounds = searched(groups, a_prompt(70 * CHUNK), 0, [set(range(55)), windows, windows])
+    assert search.boundary == 20 and rounds <= 5
+
+
 @pytest.mark.parametrize(
     ("states", "boundary", "rounds"),
     [({29}, 30, 1), ({28, 5}, 29, 3), ({5}, 6, 4), (set(), 0, 3)],

@@ -15,10 +15,22 @@ from kvpool_pagestore.core.chunk_columns import FoundChunks
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState
 from kvpool_pagestore.core.stored_pages import StoredPages
-from tests.fixtures.pagestore import SPEC, TENANT, chunk_hash, metadata
+from tests.fixtures.pagestore import (
+    PAGE_BYTES,
+    SPEC,
+    TENANT,
+    chunk_hash,
+    fill_page,
+    metadata,
+    new_world,
+    page_key,
+    running_engine,
+)
+from tests.fixtures.pagestore_calls import open_session
 
 CHUNKS = 12
 WINDOW = replace(SPEC.group, attention=AttentionKind.GROUPED_WINDOW, window_tokens=2 * SPEC.chunk_tokens)
@@ -68,9 +80,13 @@ def test_a_window_chunk_is_passed_where_its_prompt_goes_on_for_two_windows() -> 
     assert not any(links().find(id_of(SPECS[name]), of_prompt(0)).is_passed for name in ("full", "uniform", "state"))
 
 
-def on_disk(disk: DiskMap, numbers: range) -> DiskMap:
-    for number in numbers:
-        disk.add(PageKey(WINDOWS, chunk_hash(number), 0), of_prompt(number))
+ENDS = (*range(8, CHUNKS), *range(8))
+"""The end of the prompt comes first: an older use alone would let it go first."""
+
+
+def on_disk(disk: DiskMap, *, used: int = -1) -> DiskMap:
+    for number in ENDS:
+        disk.add(PageKey(WINDOWS, chunk_hash(number), 0), of_prompt(number), is_used=number == used)
     return disk
 
 
@@ -79,15 +95,22 @@ def go(disk: DiskMap, count: int) -> list[int]:
 
 
 def test_on_disk_passed_chunks_go_first_and_the_end_of_the_prompt_last() -> None:
-    disk = on_disk(DiskMap(lambda key: 1, PageEvents(), lambda: 0, links()), range(CHUNKS))
+    disk = on_disk(DiskMap(lambda key: 1, PageEvents(), lambda: 0, links()))
     assert go(disk, CHUNKS) == list(range(CHUNKS))
-    assert go(on_disk(DiskMap(lambda key: 1, PageEvents(), lambda: 0), range(CHUNKS)), 3) == [11, 10, 9], "in a chain"
+    assert go(on_disk(DiskMap(lambda key: 1, PageEvents(), lambda: 0)), 3) == [11, 10, 9], "in a chain"
+    given_back = on_disk(DiskMap(lambda key: 1, PageEvents(), lambda: 0, links()))
+    assert go(given_back, 1) == [0]
+    assert go(given_back, CHUNKS)[-1] == 0, (
+        "what was chosen and not removed comes back as used just now, after no other"
+    )
 
 
 def test_a_passed_chunk_that_was_read_stays_as_any_other() -> None:
-    disk = on_disk(DiskMap(lambda key: 1, PageEvents(), lambda: 0, links()), range(CHUNKS))
+    disk = on_disk(DiskMap(lambda key: 1, PageEvents(), lambda: 0, links()))
     disk.touch(PageKey(WINDOWS, chunk_hash(0), 0))
     assert go(disk, CHUNKS)[-1] == 0
+    before = on_disk(DiskMap(lambda key: 1, PageEvents(), lambda: 0, links()), used=2)  # it was read in staging
+    assert go(before, CHUNKS)[-1] == 2
 
 
 def test_chunks_stand_alone_after_a_restart_too() -> None:
@@ -97,9 +120,9 @@ def test_chunks_stand_alone_after_a_restart_too() -> None:
     disk = DiskMap(lambda key: 1, PageEvents(), lambda: 0, links())
     disk.restore(found)
     disk.count_restored(found)
-    disk.touch(PageKey(WINDOWS, chunk_hash(0), 0))
-    left = go(disk, CHUNKS)
-    assert sorted(left) == list(range(CHUNKS)) and left[-1] == 0, "nothing keeps those after it, nor do they keep it"
+    disk.touch(PageKey(WINDOWS, chunk_hash(CHUNKS - 1), 0))
+    assert go(disk, 1) == [0], "no chunk after it keeps it"
+    assert go(disk, CHUNKS)[-2:] == [CHUNKS - 1, 0]
 
 
 class Staging:
@@ -133,7 +156,7 @@ class Staging:
 
 def test_in_staging_passed_chunks_make_room_for_other_prompts() -> None:
     staging = Staging()
-    for number in range(CHUNKS):
+    for number in ENDS:
         staging.page(number)
     for number in range(100, 112):  # of the end of another prompt
         staging.page(number, chunks=112)
@@ -148,3 +171,28 @@ def test_a_page_that_comes_for_a_reader_is_not_passed() -> None:
     for number in range(100, 108):
         staging.page(number, chunks=108)
     assert staging.evicted == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("name", "gone"), [("window", [0, 1, 2]), ("full", [])])
+async def test_a_pagestore_gives_up_passed_chunks_of_windows_first(name: str, gone: list[int]) -> None:
+    keyspace = id_of(SPECS[name])
+    with new_world(disk=False) as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running, keyspaces=((keyspace, SPECS[name]),))
+            slots = running.config.arena_bytes // running.config.segment_bytes * 8
+
+            async def store(number: int, chunks: int) -> None:
+                record = PageRecord(page_key(number, keyspace=keyspace), PAGE_BYTES, of_prompt(number, chunks))
+                (grant,) = await running.engine.pages.reserve(peer, [record])
+                assert isinstance(grant, Grant)
+                fill_page(running.engine.pages.view(grant), record.key)
+                assert await running.engine.pages.commit(peer, [grant.lease_id]) == [None]
+
+            for number in (*range(slots - 4, slots), *range(slots - 4)):
+                await store(number, slots)
+            for number in range(1000, 1003):
+                await store(number, 1003)
+            table = running.engine.tiers.staging.table
+            left = {key.chunk_hash for key in table.keys_of(keyspace)}
+            assert [number for number in range(slots - 4) if chunk_hash(number) not in left] == gone
+            assert len(left) == slots

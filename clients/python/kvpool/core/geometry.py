@@ -32,7 +32,7 @@ def check_name(name: str, value: object, *, may_be_empty: bool = False) -> None:
 class AttentionKind(IntEnum):
     """What a token of the group attends to. The numbers are those of the wire and of the canonical encoding.
 
-    SLIDING_WINDOW: to a window, in all layers of the model; readers take whole chains of chunks all the same.
+    SLIDING_WINDOW: to a window, in all layers of the model. Some readers take whole chains of chunks all the same.
     STATE_SPACE: to a state of fixed size, whatever computes it. A chunk is the state after its last token.
     GROUPED_WINDOW: to a window, in a model whose other layers do not; readers take the chunks that the window before
     a boundary reaches, and no others.

@@ -163,7 +163,7 @@ def _check_groups(groups: tuple[KvGroup, ...], payload: PayloadKind) -> None:
             group.window_tokens
         ):
             raise InvalidRequest(
-                f"groups[{number}].window_tokens must be set exactly for a sliding window, got {group.window_tokens} "
+                f"groups[{number}].window_tokens must be set exactly for sliding windows, got {group.window_tokens} "
                 f"with {group.attention.name} attention"
             )
     if len(groups) > 1:

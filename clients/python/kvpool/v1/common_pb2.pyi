@@ -137,7 +137,7 @@ class _AttentionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attenti
     ATTENTION_KIND_FULL: _AttentionKind.ValueType  # 1
     """Every token attends to the whole prefix."""
     ATTENTION_KIND_SLIDING_WINDOW: _AttentionKind.ValueType  # 2
-    """Every token attends to the last window_tokens tokens, its own included; readers take whole chains of chunks all the same."""
+    """Every token attends to the last window_tokens tokens, its own included. Some readers take whole chains of chunks all the same."""
     ATTENTION_KIND_STATE_SPACE: _AttentionKind.ValueType  # 3
     """Every token reads a state of fixed size (Mamba, gated delta nets and kin). A chunk is the state after its last token; only opaque payloads have it."""
     ATTENTION_KIND_GROUPED_WINDOW: _AttentionKind.ValueType  # 4
@@ -151,7 +151,7 @@ ATTENTION_KIND_UNSPECIFIED: AttentionKind.ValueType  # 0
 ATTENTION_KIND_FULL: AttentionKind.ValueType  # 1
 """Every token attends to the whole prefix."""
 ATTENTION_KIND_SLIDING_WINDOW: AttentionKind.ValueType  # 2
-"""Every token attends to the last window_tokens tokens, its own included; readers take whole chains of chunks all the same."""
+"""Every token attends to the last window_tokens tokens, its own included. Some readers take whole chains of chunks all the same."""
 ATTENTION_KIND_STATE_SPACE: AttentionKind.ValueType  # 3
 """Every token reads a state of fixed size (Mamba, gated delta nets and kin). A chunk is the state after its last token; only opaque payloads have it."""
 ATTENTION_KIND_GROUPED_WINDOW: AttentionKind.ValueType  # 4

@@ -3,8 +3,8 @@
 Layers with full attention need all chunks before a boundary of a prompt, so a chunk is worth nothing without those
 before it. Layers with a window in a model with other layers need those that the window reaches, recurrent layers one
 state: their chunks stand alone. Of a window's, those far before the end of their prompt are wanted only by another
-prompt that parts from it near them: they are stored, and go first unless one does. In replays of traces that doubles
-what a full pool finds of such models (`python -m bench.window_eviction`).
+prompt that parts from it near them: they are stored, and go first unless one does. What that brings in replays of
+traces is in docs/pagestore.md (`python -m bench.window_eviction`).
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from kvpool.core.geometry import AttentionKind
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 
 KEPT_WINDOWS = 2  # before the end of a prompt: one that is read, and one for prompts that end in other words
-_IN_CHAIN, _STATE = -1, 0
+_IN_CHAIN, _NEVER_PASSED = -1, 0  # in place of tokens that are kept
 
 
 class ChainLink(NamedTuple):
-    """parent: hash of the chunk that stays as long as this one does; None: there is none. is_passed: it is not expected
-    to be asked for."""
+    """parent: hash of the chunk that stays as long as this one does; None if no chunk has to. is_passed: its prompt
+    goes on so far behind it that it is not expected to be asked for."""
 
     parent: bytes | None
     is_passed: bool
 
 
 class ChainLinks:
-    """Places of the chunks of all keyspaces."""
+    """Which chunks of a node's keyspaces keep others, by what their attention needs."""
 
     def __init__(self, keyspaces: KeyspaceBook) -> None:
         self._keyspaces = keyspaces
         self._kept: dict[bytes, tuple[int, int]] = {}  # by keyspace: tokens of a chunk, and before the end of a prompt
 
     def stand_alone(self, keyspace: bytes) -> bool:
-        """Whether the chunks of a keyspace do."""
+        """Return whether no chunk of a keyspace keeps another one."""
         return self._numbers(keyspace)[1] != _IN_CHAIN
 
     def find(self, keyspace: bytes, metadata: PageMetadata) -> ChainLink:
-        """Return the place of a chunk; in a chain if its keyspace is not known."""
+        """Return what a chunk keeps: the one before it if the keyspace is not known."""
         chunk_tokens, kept_tokens = self._numbers(keyspace)
         if kept_tokens == _IN_CHAIN:
             return ChainLink(metadata.parent_hash if metadata.chunk_index else None, False)
-        end = metadata.prompt_tokens // chunk_tokens * chunk_tokens
-        chunk_end = (metadata.chunk_index + 1) * chunk_tokens
-        return ChainLink(None, kept_tokens != _STATE and chunk_end + kept_tokens <= end)
+        end_tokens = (metadata.chunk_index + 1) * chunk_tokens
+        return ChainLink(None, kept_tokens != _NEVER_PASSED and end_tokens + kept_tokens <= metadata.prompt_tokens)
 
     def _numbers(self, keyspace: bytes) -> tuple[int, int]:
         known = self._kept.get(keyspace)
@@ -57,7 +56,7 @@ class ChainLinks:
             if group.attention is AttentionKind.GROUPED_WINDOW:
                 kept_tokens = KEPT_WINDOWS * group.window_tokens
             elif group.attention is AttentionKind.STATE_SPACE:
-                kept_tokens = _STATE
+                kept_tokens = _NEVER_PASSED
             known = self._kept[keyspace] = found.spec.chunk_tokens, kept_tokens
         return known
 

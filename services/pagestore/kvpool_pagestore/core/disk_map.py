@@ -106,12 +106,12 @@ class DiskMap:
         row = self._find(key.keyspace + key.chunk_hash)
         return row >= 0 and bool(self._rows.shards[row] >> key.shard & 1)
 
-    def add(self, key: PageKey, metadata: PageMetadata) -> bool:
-        """A page is durable. False if it was there already.
+    def add(self, key: PageKey, metadata: PageMetadata, *, is_used: bool = False) -> bool:
+        """A page is durable. False if it was there already. is_used: somebody has asked for it since it came.
 
         Pages of a chunk are kept or given up together, as the one asks that wants to be kept longest.
         """
-        row = self._open(key.keyspace + key.chunk_hash, metadata)
+        row = self._open(key.keyspace + key.chunk_hash, metadata, is_used)
         if self._rows.shards[row] >> key.shard & 1:
             return False
         self._rows.shards[row] |= 1 << key.shard
@@ -313,7 +313,7 @@ class DiskMap:
         row = self._rows.find(name)
         return row if row >= 0 and self._rows.shards[row] else NO_ROW
 
-    def _open(self, name: bytes, metadata: PageMetadata) -> int:
+    def _open(self, name: bytes, metadata: PageMetadata, is_used: bool) -> int:
         """The row of a chunk of which a page came."""
         row = self._find(name)
         if row >= 0:
@@ -327,7 +327,7 @@ class DiskMap:
             position=metadata.chunk_index,
             domain=keyspace,
             retention=retention_of(metadata),
-            is_unlikely=is_passed,
+            is_unlikely=is_passed and not is_used,
         )
         row = self._rows.find(name)
         self._kept.extend(len(self._rows))

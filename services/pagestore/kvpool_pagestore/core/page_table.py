@@ -524,8 +524,8 @@ class PageTable:
         at = bisect_left(slots, shard, key=_shard)
         chunks[chunk_hash] = (*slots[:at], slot, *slots[at:]) if slots else slot
         self.ready_count += 1
+        self.space.touch(slot)  # its segment: the policy takes the arrival itself for a use
         self.space.update_evictable(slot)
-        self.space.touch(slot)
         if self._staging_is_tier(keyspace):
             slot.is_announced = True
             self._events.publish(StagingChanged((record,), True))

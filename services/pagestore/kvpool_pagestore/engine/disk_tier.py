@@ -186,7 +186,7 @@ class DiskTier:
         stored = [
             (page.key, page.metadata.group_head_hash)
             for page in pages
-            if results[page.key] is None and self.map.add(page.key, page.metadata)
+            if results[page.key] is None and self.map.add(page.key, page.metadata, is_used=page.is_used)
         ]
         if stored:
             self._events.publish(DiskChanged(stored, True))

@@ -252,7 +252,13 @@ class WriteBack:
     async def _write(self, batch: list[DirtyPage]) -> None:
         unsealed = await self._sealing.seal([page.slot for page in batch])
         writes = [
-            PageWrite(key=page.record.key, page=self._space.view(page.slot), metadata=page.metadata) for page in batch
+            PageWrite(
+                key=page.record.key,
+                page=self._space.view(page.slot),
+                metadata=page.metadata,
+                is_used=page.slot.uses > 0,
+            )
+            for page in batch
         ]
         written = {write.key: write.metadata for write in writes}
         refused = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvpool.client.engine_items import EngineMatchRun, EngineSource, MatchResult
 from kvpool.client.hashing import Prompt
 
-_STATE_ASKS_GROW = 8  # so many times more states are asked about in each round
+_ASKS_GROW = 8  # so many times more states or windows are asked about in each round
 NULL_BLOCK_ID = 0  # vLLM's null block: stands where a block has left its group's window
 
 
@@ -109,7 +109,7 @@ class BoundarySearch:
         self._limit = prompt.chunk_count
         if self._recurrent:
             self._limit = max(self._held, min(self._limit, (prompt.token_count - 1) // prompt.chunk_tokens))
-        self._state_asks = 1
+        self._state_asks = self._window_asks = 1
         self._matches: list[list[tuple[range, MatchResult]]] = [[] for _ in groups]
 
     def asks(self) -> list[tuple[int, int]]:
@@ -132,7 +132,8 @@ class BoundarySearch:
                 self._limit -= 1
             else:
                 asks = [(number, first) for number, first in enumerate(firsts) if not self._has(number, self._limit)]
-                return [ask for ask in asks if ask[0] not in self._recurrent] + self._asks_of_states(dict(asks))
+                others = [ask for ask in asks if ask[0] not in self._recurrent]
+                return others + self._asks_of_windows(others) + self._asks_of_states(dict(asks))
         return []
 
     def _asks_of_states(self, lacking: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -141,13 +142,25 @@ class BoundarySearch:
         wanted = [number for number in self._recurrent if number in lacking]
         if len(wanted) < len(self._recurrent) or not wanted:
             return [(number, lacking[number]) for number in wanted]
-        self._state_asks *= _STATE_ASKS_GROW
+        self._state_asks *= _ASKS_GROW
         chunks = range(self._limit - 1, max(self._held, self._limit - self._state_asks) - 1, -1)
         first = wanted[0]
         unknown = [
             chunk for chunk in chunks if not (self._has(first, chunk + 1) or self._lacks_state(first, chunk + 1))
         ]
         return [(first, chunk) for chunk in unknown]
+
+    def _asks_of_windows(self, lacking: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return lookups of one group's windows below the limit, none at first and more with each round, where no group
+        with a window is known to have the one at the limit."""
+        windows = [ask for ask in lacking if self._groups[ask[0]].window_tokens]
+        if not windows or len(windows) < sum(group.window_tokens > 0 for group in self._groups):
+            return []
+        number, first = windows[0]
+        step, count = max(1, self._limit - first), self._window_asks - 1
+        self._window_asks *= _ASKS_GROW
+        known = {run.start for run, _ in self._matches[number]}
+        return [(number, at) for at in range(first - step, self._held - 1, -step)[:count] if at not in known]
 
     def found(self, group: int, first_chunk: int, match: MatchResult) -> None:
         """Add the result of one of `asks`."""

@@ -196,7 +196,11 @@ class ConnectorScheduler:
         if self._cache.prefix_caching and self._loads.is_loading(chains[0].hashes[held_chunks]):
             return None  # another request loads this very chunk: its blocks will be found then
         if not lookup.counted:
-            for chain, runs in zip(chains, lookup.runs, strict=False):
+            for group, chain, runs in zip(self._groups, chains, lookup.runs, strict=False):
+                if (
+                    group.gives_blocks_back
+                ):  # its chunks are evicted one by one: what is not known to be there may be gone
+                    self._known.drop(chain.hashes[found.matched_chunks :])
                 for run in runs:
                     self._known.add(chain.hashes[run.start : run.stop])
                     self._known.drop(chain.hashes[run.stop : run.stop + 1])  # what was evicted is to be stored again
