@@ -45,8 +45,8 @@ class WithoutChainsMachine(EvictionMachine):
 
 def must_fail(machine: type[EvictionMachine]) -> None:
     thorough = settings(
-        max_examples=200,
-        stateful_step_count=25,
+        max_examples=1000,
+        stateful_step_count=40,
         phases=[Phase.generate],
         database=None,
         derandomize=True,

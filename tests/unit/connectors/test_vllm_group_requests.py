@@ -78,6 +78,19 @@ def test_chunks_are_stored_while_their_blocks_are_there() -> None:
     assert chunks_of(computed(world, request, 2 * CHUNK, skipped=9).stores) == [(0, range(5, 6)), (1, range(4, 6))]
 
 
+def test_chunks_of_a_window_that_the_pool_gave_up_are_stored_again() -> None:
+    world, first, again = a_world(), a_request(4 * CHUNK, "first"), a_request(4 * CHUNK, "again")
+    world.match(first)
+    world.stored(computed(world, first, 4 * CHUNK))
+    world.connection.pools[1].chunk_count = 4  # of full attention all are there, of the window none
+    assert world.match(again) == 0
+    steps = [computed(world, again, CHUNK).stores for _ in range(4)]
+    assert sorted(
+        at for jobs in steps for job in jobs if job.group == 0 for at in range(job.first_chunk, job.end_chunk)
+    ) == [*range(4)]
+    assert not [job for jobs in steps for job in jobs if job.group == 1]
+
+
 def test_generated_chunks_of_a_window_are_stored_before_they_leave_it() -> None:
     world, request = a_world(), a_request(2 * CHUNK)
     world.match(request)
