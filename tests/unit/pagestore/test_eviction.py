@@ -231,3 +231,14 @@ def test_an_unlikely_key_goes_first_unless_it_is_used_or_known_from_before() -> 
         policy.insert(key, is_unlikely=True)
     victims = [policy.evict() for _ in range(98)]
     assert victims.index(100) < 5 and victims.index(97) > 90 and victims.index(98) > 90
+
+
+def test_an_unlikely_key_that_is_used_right_after_it_came_is_not_unlikely_any_more() -> None:
+    policy: EvictionPolicy[int] = EvictionPolicy()
+    for key in range(2000):
+        policy.insert(key)
+    for key in (5000, 5001):
+        policy.insert(key, is_unlikely=True)
+    policy.touch(5000)  # among so many keys another use just now would be the same one
+    assert 5001 in [policy.evict() for _ in range(10)]
+    assert 5000 in policy

@@ -34,7 +34,7 @@ class AttentionKind(IntEnum):
 
     SLIDING_WINDOW: to a window, in all layers of the model. Some readers take whole chains of chunks all the same.
     STATE_SPACE: to a state of fixed size, whatever computes it. A chunk is the state after its last token.
-    GROUPED_WINDOW: to a window, in a model whose other layers do not; readers take the chunks that the window before
+    GROUPED_WINDOW: to a window, in a model with other groups of layers; readers take the chunks that the window before
     a boundary reaches, and no others.
     """
 

@@ -4,7 +4,8 @@ Layers with full attention need all chunks before a boundary of a prompt, so a c
 before it. Layers with a window in a model with other layers need those that the window reaches, recurrent layers one
 state: their chunks stand alone. Of a window's, those far before the end of their prompt are wanted only by another
 prompt that parts from it near them: they are stored, and go first unless one does. What that brings in replays of
-traces is in docs/pagestore.md (`python -m bench.window_eviction`).
+traces is in docs/pagestore.md (`python -m bench.window_eviction`). States are never passed: there are few, one where
+a step of the engine ended.
 """
 
 from __future__ import annotations

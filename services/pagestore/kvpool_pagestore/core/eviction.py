@@ -171,7 +171,7 @@ class EvictionPolicy(Generic[K]):
         position: of the key in its chain, 0 for the first. A parent whose position is not the one before is ignored,
         so that parents form no cycle whatever clients say. Without positions the caller must see to that.
         domain: a label by which `evict` can be held to a part of the keys, such as the keyspace.
-        is_unlikely: unless it is known from before, it ranks until its next use as what LRU would give up next.
+        is_unlikely: unless it is known from before, it ranks until it is used as what LRU would give up next.
         """
         row = self._rows.find(key)
         if row >= 0 and self._flags[row] & _PRESENT:
@@ -252,7 +252,7 @@ class EvictionPolicy(Generic[K]):
 
     def touch_row(self, row: int) -> None:
         """The same by the row of a key that is inside."""
-        if self._window.now - self._last_use[row] >= self._count // _SAME_USE_SHARE:
+        if not self._uses[row] or self._window.now - self._last_use[row] >= self._count // _SAME_USE_SHARE:
             self._use(row, self._last_use[row], is_hit=True)
 
     def hold(self, key: K) -> None:
@@ -343,7 +343,8 @@ class EvictionPolicy(Generic[K]):
         return row
 
     def _give_up(self, row: int) -> None:
-        self._ghosts.put(_number(self._rows.key(row)), self._uses[row], self._last_use[row], self._count)
+        uses = max(1, self._uses[row])
+        self._ghosts.put(_number(self._rows.key(row)), uses, self._last_use[row], self._count)
         self._leave(row)
         if self._window.count > self._count:
             self._window.shrink(self._count)
@@ -431,13 +432,13 @@ class EvictionPolicy(Generic[K]):
         window.use(last, count)
         now = score = window.now
         width, uses = now - window.start, self._uses[row]
-        if uses < _MAX_USES:
+        if is_unlikely and not uses:
+            score = window.start
+        elif uses < _MAX_USES:
             uses += 1
             self._uses[row] = uses
         if uses > 1:
             score += int(self._weight * width * _LOG_USES[uses])
-        elif is_unlikely:
-            score = window.start
         if count >= _EXACT_KEYS:  # 256 queues a window, 16 of a small domain
             large = self._shelves[self._shelf[row]].key_count >= _EXACT_KEYS
             score &= -1 << max(0, (width >> (8 if large else 4)).bit_length() - 1)
