@@ -73,7 +73,7 @@ def quickstart_arguments(text: str, directory: Path, settings: dict[str, Any]) -
 
 def controller_of(arguments: Any, parsed: tuple[Any, ...]) -> HybridCacheController:
     """As UnifiedRadixCache makes one for a model without side pools."""
-    common._cuda_host_register = lambda *_, **__: None  # noqa: SLF001  # SGLang's; there is no CUDA here
+    common._cuda_host_register = lambda *_, **__: None  # noqa: SLF001  # SGLang's: it needs CUDA
     page = arguments.page_size
     device_pool = MHATokenToKVPool(
         size=TOKENS * 2,

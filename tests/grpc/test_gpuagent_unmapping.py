@@ -11,8 +11,8 @@ import kvpool_gpuagent.stream
 from kvpool.client.engine_hold import GpuMemoryHold
 from kvpool_gpuagent.engine.descriptors import HoldFile
 from tests.fixtures.agent import prompt
+from tests.fixtures.channels import opened_channels
 from tests.fixtures.gpu_agent import FakeGpuCache, host
-from tests.grpc.opened_channels import opened_channels
 
 
 async def test_an_agent_that_cannot_unmap_never_says_that_it_has_let_go(

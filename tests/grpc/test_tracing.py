@@ -24,10 +24,10 @@ from kvpool.v1 import index_pb2, pagestore_pb2
 from kvpool_pagestore.ports import PullItem
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, show_trace_of
 from tests.fixtures.agent import SPEC, EngineProcess
+from tests.fixtures.channels import opened_channels
 from tests.fixtures.pagestore import ScriptedPeers, metadata, new_world, page_key
 from tests.fixtures.pagestore_server import served
 from tests.fixtures.traced_cluster import Collector, Host, names, traced_host, traced_index
-from tests.grpc.opened_channels import opened_channels
 
 CHUNKS = 3
 TOKENS = np.random.default_rng(5).integers(0, 1 << 30, CHUNKS * SPEC.chunk_tokens + 1, dtype=np.uint32)

@@ -21,6 +21,7 @@ from kvpool.core.page import PageFault, PageKey, verify
 from kvpool.v1 import common_pb2, gpuagent_pb2, index_pb2, pagestore_pb2
 from kvpool_index.config import IndexConfig
 from tests.fixtures.agent import EngineProcess, World, running_agent
+from tests.fixtures.channels import opened_channels
 from tests.fixtures.index_server import running_index
 from tests.fixtures.pagestore import (
     KEYSPACE,
@@ -36,7 +37,6 @@ from tests.fixtures.pagestore import (
 from tests.fixtures.pagestore_server import served
 from tests.fixtures.patience import patient
 from tests.fixtures.recorded import newer_answer, recorded, recorder
-from tests.grpc.opened_channels import opened_channels
 
 FAR = common_pb2.PeerVersion(wire=9, wire_min=8, software="9.0.0")
 SAID = r"9\.0\.0 \(wire versions 8 to 9\), .* 0\.1\.0 \(wire versions 1 to 1\)"

@@ -43,7 +43,7 @@ class SimEventLog(MemoryEventLog):
         self._jumped: list[list[int]] = [[] for _ in range(_STREAMS)]  # the same of each entry that a stream ever had
 
     def __deepcopy__(self, memo: dict[int, object]) -> SimEventLog:
-        """Whoever waits for entries of this log does not wait for those of the copy."""
+        """Return a log that nobody waits at; those who wait for entries of this one go on doing so."""
         copied = SimEventLog()
         for stream, payload, copied.jumped in self._appended:
             copied.append_now(stream, payload)
@@ -93,13 +93,10 @@ class SimNodes(MemoryNodeDirectory):
         self,
         info: NodeInfo,
         *,
-        last_incarnation: int,
-        lease_ttl_ms: int,
         attempt: RegistrationAttempt = UNNUMBERED,
+        **more: Any,
     ) -> NodeGrant:
-        grant = await super().register(
-            info, last_incarnation=last_incarnation, lease_ttl_ms=lease_ttl_ms, attempt=attempt
-        )
+        grant = await super().register(info, attempt=attempt, **more)
         if not grant.is_repeat:
             self.attempts[info.node_id] = attempt
         return grant

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -25,17 +25,8 @@ TestPolicy = PolicyMachine.TestCase
 class WithoutChains(EvictionPolicy[int]):
     """Knows no parents."""
 
-    def insert(
-        self,
-        key: int,
-        parent: int | None = None,
-        *,
-        position: int = 0,
-        domain: Hashable = None,
-        retention: Retention = PLAIN,
-        is_unlikely: bool = False,
-    ) -> None:
-        super().insert(key, position=position, domain=domain, retention=retention, is_unlikely=is_unlikely)
+    def insert(self, key: int, parent: int | None = None, **more: Any) -> None:
+        super().insert(key, **more)
 
 
 class WithoutChainsMachine(EvictionMachine):
@@ -86,35 +77,11 @@ def test_a_policy_that_forgets_a_child_when_a_sibling_goes_is_caught() -> None:
 class Hasty(EvictionPolicy[int]):
     """Ends pins early."""
 
-    def insert(
-        self,
-        key: int,
-        parent: int | None = None,
-        *,
-        position: int = -1,
-        domain: Hashable = None,
-        retention: Retention = PLAIN,
-        is_unlikely: bool = False,
-    ) -> None:
-        super().insert(
-            key,
-            parent,
-            position=position,
-            domain=domain,
-            retention=_shorter(retention),
-            is_unlikely=is_unlikely,
-        )
+    def insert(self, key: int, parent: int | None = None, *, retention: Retention = PLAIN, **more: Any) -> None:
+        super().insert(key, parent, retention=_shorter(retention), **more)
 
-    def restore(
-        self,
-        key: int,
-        parent: int | None = None,
-        *,
-        position: int = -1,
-        domain: Hashable = None,
-        retention: Retention = PLAIN,
-    ) -> None:
-        super().restore(key, parent, position=position, domain=domain, retention=_shorter(retention))
+    def restore(self, key: int, parent: int | None = None, *, retention: Retention = PLAIN, **more: Any) -> None:
+        super().restore(key, parent, retention=_shorter(retention), **more)
 
     def retain(self, key: int, retention: Retention) -> None:
         super().retain(key, _shorter(retention))

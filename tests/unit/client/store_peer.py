@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import pytest
 
 from kvpool.client import pagestore
 from kvpool.client.fds import FetchedFd
@@ -120,7 +121,8 @@ async def peer(directory: Path, **settings: Any) -> AsyncGenerator[Peer]:
     store = ScriptedStore()  # type: ignore[abstract]
     async with serve(pagestore_pb2_grpc.add_PageStoreServiceServicer_to_server, store) as (_, endpoint):
         one = Peer(store, Memory(directory), endpoint, settings)
-        with opened_channels(pagestore) as one.channels:
+        with pytest.MonkeyPatch.context() as patch:
+            one.channels = opened_channels(patch, pagestore)
             try:
                 yield one
             finally:

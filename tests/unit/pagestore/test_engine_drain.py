@@ -182,7 +182,7 @@ async def test_a_drain_that_is_reported_as_done_does_not_go_on_after_a_restart(m
         save_value = memory.save_value  # what a process that was killed now would find
 
         def save_late(name: str, value: bytes) -> None:
-            time.sleep(0.01)  # on a thread: whoever does not wait for it goes on
+            time.sleep(0.01)  # on a thread: a caller that does not wait for it goes on
             save_value(name, value)
             if name == "draining":
                 saved.append(not value)

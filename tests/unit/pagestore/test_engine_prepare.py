@@ -163,7 +163,7 @@ async def test_a_lone_tenant_gets_all_there_is_and_maps_it_ahead() -> None:
                 assert running.engine.sessions.descriptor(peer.token, segment_id).size_bytes == SEGMENT_BYTES
             assert await store(running, peer, range(32)) == [None] * 32
             assert set(running.engine.prepare(peer, 0)[0]) == set(segment_ids), "all are in service, as the tenant's"
-            assert running.engine.gauges().arena_segment_bytes == 8 * SEGMENT_BYTES, "and there is no other"
+            assert running.engine.gauges().arena_segment_bytes == 8 * SEGMENT_BYTES, "and no others exist"
 
 
 async def test_a_tenant_beside_another_gets_half_of_what_is_free() -> None:

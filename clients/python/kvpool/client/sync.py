@@ -364,7 +364,7 @@ def connect(
 ) -> Pool:
     """Share an engine's KV cache through the agent at `agent`, usually "unix:/path". See AsyncPool.connect."""
     pool = Pool.__new__(Pool)
-    pool._open(  # noqa: SLF001  # another way to make one, which is no name of the class
+    pool._open(  # noqa: SLF001  # an alternate constructor
         lambda: AsyncPool.connect(agent, cache, engine_name=engine_name, keyspace_name=keyspace_name, config=config)
     )
     return pool

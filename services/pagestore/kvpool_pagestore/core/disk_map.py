@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import nsmallest
 from itertools import chain, pairwise
 from typing import Final
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.location_digest import ChunkPlaces
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.chain_links import ALL_IN_CHAINS, ChainLinks
+from kvpool_pagestore.core.chain_links import ALL_IN_CHAINS, ChainLink, ChainLinks
 from kvpool_pagestore.core.chunk_columns import HASH_BYTES, NAME_BYTES, ChunkColumns, FoundChunks
 from kvpool_pagestore.core.events import BytesHeld, ChunksLeft, PageEvents, PagesLeft
 from kvpool_pagestore.core.eviction import EvictionPolicy
@@ -320,19 +321,17 @@ class DiskMap:
             if (known := self._kept.metadata(row)) != metadata:
                 self.set_metadata(name[:HASH_BYTES], name[HASH_BYTES:], extended(known, metadata))
             return row
-        keyspace, (parent, is_passed) = name[:HASH_BYTES], self._links.find(name[:HASH_BYTES], metadata)
-        self._policy.insert(
-            name,
-            keyspace + parent if parent is not None else None,
-            position=metadata.chunk_index,
-            domain=keyspace,
-            retention=retention_of(metadata),
-            is_unlikely=is_passed and not is_used,
-        )
+        link = self._links.find(name[:HASH_BYTES], metadata)
+        self._enter(name, metadata, link, partial(self._policy.insert, is_unlikely=link.is_passed and not is_used))
         row = self._rows.find(name)
         self._kept.extend(len(self._rows))
         self._kept.keep(row, metadata)
         return row
+
+    def _enter(self, name: bytes, metadata: PageMetadata, link: ChainLink, enter: Callable[..., None]) -> None:
+        keyspace = name[:HASH_BYTES]
+        parent = keyspace + link.parent if link.parent is not None else None
+        enter(name, parent, position=metadata.chunk_index, domain=keyspace, retention=retention_of(metadata))
 
     def _chunk(self, row: int) -> DiskChunk:
         name = self._rows.key(row)
@@ -345,14 +344,7 @@ class DiskMap:
         for name in self._chosen:
             if self._find(name) >= 0 and name not in self._policy:
                 metadata = self._kept.metadata(self._rows.find(name))
-                keyspace, parent = name[:HASH_BYTES], self._links.find(name[:HASH_BYTES], metadata).parent
-                self._policy.restore(
-                    name,
-                    keyspace + parent if parent is not None else None,
-                    position=metadata.chunk_index,
-                    domain=keyspace,
-                    retention=retention_of(metadata),
-                )
+                self._enter(name, metadata, self._links.find(name[:HASH_BYTES], metadata), self._policy.restore)
         self._chosen = []
 
     def _count(self, key: PageKey, size_bytes: int) -> None:

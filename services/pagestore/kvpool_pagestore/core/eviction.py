@@ -138,6 +138,7 @@ class EvictionPolicy(Generic[K]):
             array("i") for _ in range(6)
         )
         self._last_use, self._score = array("q"), array("q")
+        # uses: 0 of an unlikely key that is not used yet.
         # class: the priority in its rank, from 1 on, of a row in a queue; 0 while it cannot go.
         self._uses, self._flags, self._class = bytearray(), bytearray(), bytearray()
         self._retained: dict[int, Retention] = {}  # rows whose retention is not plain

@@ -149,7 +149,7 @@ class SegmentTable:
         self._segment_bytes = segment_bytes
         self._next_segment_id = first_segment_id
         self._on_evict = on_evict
-        self._links, self._now_us = links, now_us  # wall time, for pins and ends of life
+        self._links, self._now_us = links, now_us  # now_us: wall time, for pins and ends of life
         self._segments: dict[int, Segment] = {}
         self._classes: dict[tuple[str, int], _SizeClass] = {}
         self._unmade: dict[int, Segment] = {}

@@ -197,9 +197,7 @@ class ConnectorScheduler:
             return None  # another request loads this very chunk: its blocks will be found then
         if not lookup.counted:
             for group, chain, runs in zip(self._groups, chains, lookup.runs, strict=False):
-                if (
-                    group.gives_blocks_back
-                ):  # its chunks are evicted one by one: what is not known to be there may be gone
+                if group.gives_blocks_back:  # chunks are evicted one by one: what was not found may be gone
                     self._known.drop(chain.hashes[found.matched_chunks :])
                 for run in runs:
                     self._known.add(chain.hashes[run.start : run.stop])
