@@ -25,7 +25,7 @@ from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.frames import BulkFrame
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
-from kvpool_pagestore.bulk.servicer import PageTransferServicer, WriteMessage
+from kvpool_pagestore.bulk.servicer import BulkLimits, PageTransferServicer, WriteMessage
 from kvpool_pagestore.ports import PullItem
 from kvpool_server.interceptors.errors import SyncErrors
 from kvpool_server.listen import TcpAddress
@@ -273,7 +273,8 @@ def test_pulls_at_once_all_arrive() -> None:
             failures.append(error)
             raise
 
-    with bulk_server(gateway, threads=8) as endpoint, closing_peers() as peers:
+    limits = BulkLimits(streams_per_peer=8)
+    with bulk_server(gateway, threads=8, limits=limits) as endpoint, closing_peers() as peers:
         pulls = [Pulling(peers, endpoint) for _ in range(8)]
         works = [lambda n=n: pulls[n].pull([(key(n), slots[n])]) for n in range(8)]
         threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
