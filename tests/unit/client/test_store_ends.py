@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -183,6 +184,7 @@ async def test_closing_the_pool_ends_calls_with_misses_after_their_copies() -> N
 
 def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
     given = {"index_endpoints": ["127.0.0.1:1"], "pagestore": "unix:/nobody", "connect_timeout_s": 0.2}
+    gc.collect()  # channels of earlier tests: gRPC hangs or crashes where a forked process collects them
     pool = StorePages(StoreConfig.of(given), "test")
     child = os.fork()
     if not child:  # pragma: no cover - another process
