@@ -1,4 +1,4 @@
-"""Sizes as people read them, durations as they write them."""
+"""Sizes and counts as people read them, durations as they write them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def counted(count: int, one: str) -> str:
+    """`1 host`, `2 hosts`."""
+    return f"{count} {one}" if count == 1 else f"{count} {one}s"
 
 
 def duration(duration_s: float) -> str:

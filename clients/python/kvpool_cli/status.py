@@ -18,7 +18,7 @@ from kvpool.core.grid import ShardGrid
 from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_FAILED, EXIT_OK
 from kvpool_cli.output import line, natural, print_json, show, stack, table
-from kvpool_cli.quantities import size
+from kvpool_cli.quantities import counted, size
 from kvpool_cli.targets import Target, find_target, open_agent, open_index, open_pagestore, run, said
 
 STATUS_VERSION = 1
@@ -228,7 +228,7 @@ def _summary(nodes: Sequence[dict[str, Any]]) -> str:
         for tier in ("arena", "disk")
     ]
     draining = sum(node["draining"] for node in nodes)
-    parts = [f"{len(stores)} pagestores", f"{len(nodes) - len(stores)} agents", *tiers]
+    parts = [counted(len(stores), "pagestore"), counted(len(nodes) - len(stores), "agent"), *tiers]
     return ", ".join([*parts, *([f"{draining} draining"] if draining else [])])
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpool_cli.output import natural, printable
-from kvpool_cli.quantities import size
+from kvpool_cli.quantities import counted, size
 from kvpool_cli.top_view import SOURCES, HostRow, HostStats, HotChain, View
 
 SORTS = ("state", "name", "read", "write", "staging", "evicted")
@@ -59,8 +59,8 @@ def ordered(hosts: Sequence[HostRow], sort: str) -> list[HostRow]:
 
 def _title(view: View, clock: str) -> Text:
     store = f"{view.store} ok" if view.store_reachable else f"{view.store} NOT REACHABLE"
-    hosts = f"{len(view.hosts)} hosts, {sum(row.pagestores for row in view.hosts)} pagestores"
-    agents = f"{sum(row.agents for row in view.hosts)} agents"
+    hosts = f"{counted(len(view.hosts), 'host')}, {counted(sum(row.pagestores for row in view.hosts), 'pagestore')}"
+    agents = counted(sum(row.agents for row in view.hosts), "agent")
     title = f"kvpool top {clock}  {hosts}, {agents}  {store}  index {view.index}"
     return _text(title, "bold" if view.store_reachable else BAD)
 

@@ -93,6 +93,13 @@ async def test_what_is_written_while_it_begins_is_moved_too() -> None:
         assert all(cluster.holders_of(number) == [1] for number in (*PAGES, *range(100, 116)))
 
 
+async def test_a_drain_of_the_only_pagestore_says_that_it_is_the_only_one() -> None:
+    async with cluster_of(1) as cluster:
+        await fill(cluster)
+        with pytest.raises(DrainBlocked, match=r"no other pagestore has room .*: there is no other;"):
+            await drained(cluster)
+
+
 async def test_a_drain_without_a_node_with_room_says_so_and_loses_nothing() -> None:
     async with cluster_of(2) as cluster:
         await fill(cluster)

@@ -251,10 +251,12 @@ class Drain:
         self._update(kept_pages=self.progress.kept_pages + kept)
         needed = sum(chunk.shards.bit_count() for chunk in alone)
         while alone:
-            alone = await self._move(alone, holders)
+            alone = await self._move(alone, holders, me.node_id)
         return needed
 
-    async def _move(self, alone: list[HeldChunk], holders: dict[HeldChunk, list[Holder]]) -> list[HeldChunk]:
+    async def _move(
+        self, alone: list[HeldChunk], holders: dict[HeldChunk, list[Holder]], here: bytes
+    ) -> list[HeldChunk]:
         """Bring chunks to one node; the answer are those that it did not take. Raises DrainBlocked if there is none."""
         wanted: list[Wanted] = [(chunk, chunk.shards) for chunk in alone]
         size_bytes = self._planner.size_bytes(wanted)
@@ -262,7 +264,9 @@ class Drain:
         if not targets:  # one may have come within the last second
             targets = await self._targets(alone, size_bytes, fresh=True)
         if not targets:
-            raise DrainBlocked(f"no other pagestore has room for {len(alone)} chunks ({size_bytes} bytes) of a chain")
+            reason = f"no other pagestore has room for {len(alone)} chunks ({size_bytes} bytes) of a chain"
+            others_live = any(node.info.node_id != here for node in await self._planner.nodes())
+            raise DrainBlocked(reason if others_live else f"{reason}: there is no other")
         target = targets[0]
         report = await self._planner.copy(target, lacking(alone, holders, target.node_id), Purpose.DRAIN)
         self._update(
