@@ -18,9 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from kvpool.connectors.vllm.tier.jobs import EndedJob, TierJobs
 
 _COPY_BYTES = 64 << 20
 _COPIES = 32
@@ -142,12 +145,15 @@ class BenchWorker:
             (tier,) = (one for one in gc.get_objects() if isinstance(one, KvPoolTier))
             gc.freeze()
             self._bench_pool_tier = tier
+            self._bench_load_seconds: list[float] = []
+            note_loads(tier._jobs, self._bench_load_seconds)
         return {
             **asdict(tier._pages.counts),
             "known_store_chunks": tier._jobs.known_chunks,
             "refused_store_chunks": tier._jobs.refused_chunks,
             "late_lookups": tier._lookups.late_count,
             "storing": tier._jobs.storing_bytes // tier._chunk_bytes,
+            "load_seconds": [round(one, 4) for one in self._bench_load_seconds],
         }
 
     def bench_kill(self, pid: int, what: str, skip: int, delay_s: float) -> None:
@@ -160,6 +166,18 @@ class BenchWorker:
     def bench_traced(self) -> list[tuple[float, str, str, float]]:
         """(time, method, request, what it said) since the last time."""
         return self._bench_calls.take()
+
+
+def note_loads(jobs: TierJobs, seconds: list[float]) -> None:
+    """Append how long each load of a tier has taken, from the order until vLLM is told of its end."""
+    ended = jobs.ended
+
+    def noted() -> list[EndedJob]:
+        found = ended()
+        seconds.extend(one.seconds for one in found if one.is_load)
+        return found
+
+    jobs.ended = noted  # type: ignore[method-assign]
 
 
 class BlockWatch:

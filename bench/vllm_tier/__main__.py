@@ -135,7 +135,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--disk-gib", type=float, default=24.0, help="of the pool; the file tier needs as much (gpu: 20)"
     )
-    parser.add_argument("--tier", default='{"copy_threads": 8}', help="more settings of kvpool's tier, JSON")
+    parser.add_argument("--tier", default="{}", help="more settings of kvpool's tier, JSON")
     gpu = parser.add_argument_group("gpu")
     gpu.add_argument("--budget-s", type=float, default=190.0, help="no run of press begins that would end later")
     gpu.add_argument("--root", type=Path, default=Path("/tmp/vllm-gpu-model"), help="where the model's config goes")

@@ -30,6 +30,8 @@ def cases(samples: Samples) -> dict[str, Case]:
         )
         memory = samples.median("ttft from memory", "tier", key=tokens)
         add(f"ttft {tokens} from the pool's memory", "ms", memory, computed, limit=0.25)
+        region = samples.median("ttft from region", "tier", key=tokens)
+        add(f"ttft {tokens} from vLLM's CPU region", "ms", region, computed)
     for tokens in samples.keys("ttft from disk"):
         files = samples.median("ttft from disk", "fs", key=tokens)
         disk = samples.median("ttft from disk", "tier", key=tokens)

@@ -17,6 +17,7 @@ from bench.vllm_gpu.samples import Recorder
 from bench.vllm_tier.store import TierStores, takes_direct_io
 
 _SETTLE_S = 0.5
+_WATCHED_TOKENS = 3  # a watch sums what a step has computed when the request's next step begins
 _STORED_TIMEOUT_S = 60.0
 _DISK, _MEMORY, _COMPUTED, _PRESS, _BYTES, _WARM = range(6)  # kinds of prompts
 
@@ -69,7 +70,7 @@ class TierStages:
         for place in (_DISK, _MEMORY):
             for number in range(self._plan.count):
                 writer.ask([self._head(place, number) + _tail(place, number, 0)])
-            self._await_stored(writer)
+                self._await_stored(writer)  # a tier refuses chunks that come faster than a disk takes them
             if place == _DISK:
                 self._stores.make_cold()
         self._record.note("counters of the writer", writer.call("bench_tier"))
@@ -82,14 +83,18 @@ class TierStages:
         for number in range(self._plan.count):
             for kind in ("fs", "tier") if number % 2 else ("tier", "fs"):
                 self._load(kind, "ttft from disk", _DISK, number)
+        self._record.note("GB/s of plain reads of the file tier's files", self._stores.read_rate())
         self._close("fs")
 
     def load_from_memory(self) -> None:
-        """What the pool has in memory, in turn with prompts that are computed without a tier."""
+        """What the pool has in memory, the same again from vLLM's CPU region, and prompts that are computed without a
+        tier, in turn."""
         plan = self._plan
         self._start("tiering")
         for number in range(plan.count):
             self._load("tier", "ttft from memory", _MEMORY, number)
+            self._engines["tier"].forget()
+            self._load("tier", "ttft from region", _MEMORY, number, asked=2)
             for kind in ("tiering", "tier"):
                 place = 10 * _COMPUTED + len(kind)
                 answer = self._engines[kind].ask([self._head(place, number) + _tail(place, number, 0)])
@@ -119,11 +124,12 @@ class TierStages:
         tier.call("bench_watch", "")
         heads = [self._head(_BYTES, number) for number in range(2)]
         for number, head in enumerate(heads):
-            tier.ask([head + _tail(_BYTES, number, 0)])
+            tier.ask([head + _tail(_BYTES, number, 0)], _WATCHED_TOKENS)
         self._await_stored(tier)
         tier.forget(cpu_region=True)
         shares = [
-            tier.ask([head + _tail(_BYTES, number, 1)]).cached[0] / len(head) for number, head in enumerate(heads)
+            tier.ask([head + _tail(_BYTES, number, 1)], _WATCHED_TOKENS).cached[0] / len(head)
+            for number, head in enumerate(heads)
         ]
         counts = tier.call("bench_watched", "")
         for verdict in ("equal", "unequal", "unknown"):
@@ -151,9 +157,9 @@ class TierStages:
             time.sleep(_SETTLE_S)
         self._record.add("press", kind, tokens / seconds, run=run)
 
-    def _load(self, kind: str, name: str, place: int, number: int) -> None:
+    def _load(self, kind: str, name: str, place: int, number: int, asked: int = 1) -> None:
         head = self._head(place, number)
-        answer = self._engines[kind].ask([head + _tail(place, number, 1)])
+        answer = self._engines[kind].ask([head + _tail(place, number, asked)])
         share = answer.cached[0] / len(head)
         self._record.add(name, kind, answer.ms, key=self._plan.tokens, run=number, share=round(share, 3))
         self._record.add(f"share {name.removeprefix('ttft ')}", kind, share, key=self._plan.tokens, run=number)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import queue
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from kvpool.client.pagestore_control import PageStoreControl
 from kvpool_cli.state import ClusterState
 
 _FLUSH_TIMEOUT_S = 120.0
+_READS_AT_ONCE, _READ_FILES = 16, 128
 
 
 class TierStores:
@@ -66,6 +70,31 @@ class TierStores:
                     await control.evict(keyspace, None, staging_only=True)
         finally:
             await control.close()
+
+    def read_rate(self) -> float:
+        """GB/s of chunks of the file tier read past the page cache into memory that is in place, 16 at once, as that
+        tier does: what the disk gives."""
+        paths = sorted(self.files.rglob("*.bin"))[:_READ_FILES]
+        buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        size_bytes = max((path.stat().st_size for path in paths), default=0)
+        for _ in range(_READS_AT_ONCE):
+            buffer = mmap.mmap(-1, max(1, size_bytes))
+            buffer[::] = bytes(len(buffer))
+            buffers.put(buffer)
+
+        def read(path: Path) -> int:
+            buffer = buffers.get()
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                return os.preadv(descriptor, [buffer], 0)
+            finally:
+                os.close(descriptor)
+                buffers.put(buffer)
+
+        began_s = time.perf_counter()
+        with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+            total_bytes = sum(threads.map(read, paths))
+        return round(total_bytes / (time.perf_counter() - began_s) / 1e9, 3)
 
     def file_count(self) -> int:
         """Chunks of the file tier."""

@@ -70,7 +70,7 @@ class PageStoreConfig(TlsSettings):
     write_retry_max_ms: Annotated[int, "longest wait after failed writes"] = 30_000
 
     write_threads: Annotated[int, "batches written to disk at once"] = 2
-    read_threads: Annotated[int, "pages read from disk at once"] = 4
+    read_threads: Annotated[int, "pages read from disk at once"] = 16
     pull_threads: Annotated[int, "pulls from other nodes at once"] = 4
     verify_threads: Annotated[int, "commits verified at once: of sessions, and of small streamed pages"] = 2
     seal_threads: Annotated[int, "pages sealed at once for disk, peers and plain readers, at low priority"] = 2

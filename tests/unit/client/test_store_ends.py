@@ -196,6 +196,28 @@ def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
     pool.close()
 
 
+async def test_pages_of_a_pool_that_trusts_the_arena_are_sealed_once_by_the_pagestore_for_one_that_does_not() -> None:
+    taken: list[bytes] = []
+
+    def take(position: int, shard: int, payload: memoryview) -> None:
+        taken.append(bytes(payload[:1]))
+
+    with new_world() as world:
+        async with (
+            served(world, linger_ms=60_000) as store,
+            pool_of(store, trusts_arena=True) as pool,
+            pool_of(store) as other,
+        ):
+            await stored(pool)
+            assert await pool.get(SPACE, CHAIN, take) == [True] * len(CHAIN)
+            pages = len(taken)
+            assert store.running.metric("sealed_pages_total") == 0
+            for _ in range(2):
+                assert await other.get(SPACE, CHAIN, take) == [True] * len(CHAIN)
+            assert store.running.metric("sealed_pages_total") == pages
+            assert len(taken) == 3 * pages and set(taken) == {b"\1", b"\2", b"\3"}
+
+
 async def test_a_slot_of_another_size_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_world() as world:
         async with served(world) as store, pool_of(store) as pool:

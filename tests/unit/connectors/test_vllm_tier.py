@@ -126,11 +126,18 @@ def test_a_tier_without_a_revision_is_refused_with_what_to_set() -> None:
         ({"enable_kv_events": 1}, "enable_kv_events"),
         ({"locality": "HERE"}, "locality"),
         ({"pages_in_flight": 0}, "pages_in_flight"),
+        ({"pages_in_flight": True}, "pages_in_flight"),
+        ({"trusts_arena": 1}, "trusts_arena"),
     ],
 )
 def test_a_setting_that_is_wrong_is_named(given: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         settings(**given)
+
+
+def test_a_tier_trusts_the_memory_of_its_host_unless_told_otherwise() -> None:
+    assert settings().store.trusts_arena
+    assert not settings(trusts_arena=False).store.trusts_arena
 
 
 def test_servers_share_only_where_everything_agrees_that_kv_depends_on() -> None:

@@ -174,6 +174,11 @@ class PageStoreSession:
             await self._segments.open()
 
     @property
+    def trusts_arena(self) -> bool:
+        """See SessionPlan."""
+        return self._plan.trusts_arena
+
+    @property
     def session_id(self) -> bytes:
         """16 bytes."""
         return self._opened.session_id

@@ -13,7 +13,12 @@ from kvpool.core.addresses import check_endpoint
 from kvpool.core.errors import InvalidRequest
 
 REMOTE = "remote"
-_TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,)}
+_TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,), "bool": (bool,)}
+
+
+def usual_copy_threads() -> int:
+    """Half of this process's processors, from 4 to 8: more of them do not copy faster."""
+    return min(8, max(4, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +37,8 @@ class StoreConfig:
     retry_interval_s: float = 0.5  # what could not be reached is left alone for so long
     pages_in_flight: int = 64  # of one call; bounds arena slots that it holds at once
     calls_in_flight: int = 2  # of each kind; further ones wait
-    copy_threads: int = 4  # each copies pages, or runs one stream
+    copy_threads: int = field(default_factory=usual_copy_threads)  # each copies pages, or runs one stream
+    trusts_arena: bool = False  # of this host's pagestore: what is there was verified when it came, and is not again
     stream_bytes_in_flight_max: int = 256 << 20  # buffered by all calls; used only with a remote pagestore
     remembered_chunks: int = 65536  # where they were seen
 
@@ -88,11 +94,9 @@ class StoreConfig:
             raise InvalidRequest(f"index_endpoints must be a list of host:port, got {endpoints!r}")
         for one in fields(cls):
             wanted = _TYPES.get(str(one.type))
-            if (
-                wanted
-                and one.name in given
-                and (not isinstance(given[one.name], wanted) or isinstance(given[one.name], bool))
-            ):
+            if wanted is None or one.name not in given:
+                continue
+            if not isinstance(given[one.name], wanted) or isinstance(given[one.name], bool) != (one.type == "bool"):
                 raise InvalidRequest(f"{one.name} must be a {one.type}, got {given[one.name]!r}")
         given["index_endpoints"] = tuple(one.strip() for one in endpoints if one.strip())
         return cls(**{"pagestore": "", **given})

@@ -21,7 +21,7 @@ from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.pagestore_link import PagestoreLink
 from kvpool.client.segments import fill_segment
 from kvpool.client.store_config import StoreConfig
-from kvpool.client.store_reading import WindowRead, all_ended, read_window
+from kvpool.client.store_reading import CopyThreads, WindowRead, all_ended, read_window
 from kvpool.client.store_streams import StreamTransport
 from kvpool.client.store_values import (
     ChunkPlace,
@@ -72,7 +72,7 @@ class ArenaTransport:
     """Through the arena of this host's pagestore."""
 
     def __init__(self, config: StoreConfig, peer_name: str, threads: Executor) -> None:
-        plan = SessionPlan(endpoint=config.pagestore, peer_name=peer_name)
+        plan = SessionPlan(endpoint=config.pagestore, peer_name=peer_name, trusts_arena=config.trusts_arena)
         self.link = PagestoreLink(
             plan,
             config.client,
@@ -80,7 +80,7 @@ class ArenaTransport:
             retry_interval_s=config.retry_interval_s,
             share_bytes=1,  # what the tenant has, and no more: others may need the rest
         )
-        self._config, self._threads = config, threads
+        self._config, self._threads = config, CopyThreads(threads, config.copy_threads)
         self._preparing: asyncio.Task[None] | None = None
 
     @property
@@ -122,7 +122,7 @@ class ArenaTransport:
 class _ArenaWindows:
     reads_at_once = 2  # while one waits for its last copies, pages of the other arrive
 
-    def __init__(self, session: PageStoreSession, space: OpenedShards, threads: Executor, leases_max: int) -> None:
+    def __init__(self, session: PageStoreSession, space: OpenedShards, threads: CopyThreads, leases_max: int) -> None:
         self._session, self._space, self._threads, self.pages_max = session, space, threads, leases_max
 
     async def read(

@@ -1,4 +1,4 @@
-"""One window of pages read from the arena: acquired, verified, taken, released."""
+"""One window of pages read from the arena: acquired, verified unless the session trusts the arena, taken, released."""
 
 from __future__ import annotations
 
@@ -21,8 +21,20 @@ _log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 ResultT = TypeVar("ResultT")
 _RELEASED_TOGETHER = 16
-_LANES = 4  # copies that are asked of the threads at once
-_COPIED_TOGETHER_MAX = 8
+_COPIED_TOGETHER_MAX, _COPIED_TOGETHER_BYTES = 8, 2 << 20  # by then a hand-over is a small part of a copy
+
+
+@dataclass(frozen=True, slots=True)
+class CopyThreads:
+    """Threads that copy pages between the arena and the caller's memory."""
+
+    executor: Executor
+    count: int
+
+    def copied_together(self, page_count: int, page_bytes: int) -> int:
+        """How many of so many pages that wait a thread takes at once: some are left for other threads."""
+        most = min(_COPIED_TOGETHER_MAX, _COPIED_TOGETHER_BYTES // page_bytes)
+        return max(1, min(most, page_count // self.count))
 
 
 @dataclass(slots=True)
@@ -57,7 +69,7 @@ async def read_window(
     pages: Sequence[WantedPage],
     sources: Sequence[tuple[RemoteSource, ...]],
     wait_s: float,
-    threads: Executor,
+    threads: CopyThreads,
     take: Callable[[int, int, memoryview], None],
 ) -> WindowRead:
     """Take what can be had of a window within wait_s. Returns (also when cancelled) only after the last copy."""
@@ -87,7 +99,7 @@ class _Copying:
         self,
         session: PageStoreSession,
         space: OpenedShards,
-        threads: Executor,
+        threads: CopyThreads,
         take: Callable[[int, int, memoryview], None],
         read: WindowRead,
     ) -> None:
@@ -100,7 +112,7 @@ class _Copying:
     def begin(self, page: WantedPage, slot: Slot) -> None:
         """Copy it some time; its lease is given back then."""
         self._waiting.append((page, slot))
-        if self._running < _LANES:
+        if self._running < self._threads.count:
             self._running += 1
             self._lanes.append(asyncio.create_task(self._copy(), name="kvpool copy"))
 
@@ -115,8 +127,9 @@ class _Copying:
         batch: deque[tuple[WantedPage, Slot]] = deque()
         try:
             while self._waiting:
-                batch.extend(self._waiting.popleft() for _ in range(copied_together(len(self._waiting))))
-                for result in await in_thread(self._threads, self._take_pages, tuple(batch)):
+                together = self._threads.copied_together(len(self._waiting), self._waiting[0][1].page_bytes)
+                batch.extend(self._waiting.popleft() for _ in range(together))
+                for result in await in_thread(self._threads.executor, self._take_pages, tuple(batch)):
                     await self._note(*batch.popleft(), result)
         except BaseException:  # cancelled, or a copy that must not fail: the slots are read no more either way
             for _, slot in (*batch, *self._waiting):
@@ -140,11 +153,6 @@ class _Copying:
             self._read.good.add(page)
 
 
-def copied_together(page_count: int) -> int:
-    """How many of the pages that wait a thread takes at once: some are left for other threads."""
-    return max(1, min(_COPIED_TOGETHER_MAX, page_count // _LANES))
-
-
 def _take_page(
     session: PageStoreSession,
     space: OpenedShards,
@@ -157,8 +165,7 @@ def _take_page(
     key, codec = space.page_key(page.chunk, page.shard), int(space.space.spec.codec)
     try:
         with session.slot_view(*slot.place) as view:
-            fault = verify(view, key, codec, size_bytes)
-            if fault is not None:
+            if not session.trusts_arena and (fault := verify(view, key, codec, size_bytes)) is not None:
                 return fault
             with payload_view(view, size_bytes) as payload:
                 take(page.position, page.shard, payload)

@@ -1,17 +1,16 @@
-"""One window of pages written in the arena: reserved, filled, sealed, committed."""
+"""One window of pages written in the arena: reserved, filled, sealed unless the session trusts the arena, committed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from kvpool.client.page_items import ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession
 from kvpool.client.retry import Backoff
-from kvpool.client.store_reading import all_ended, copied_together, in_thread
+from kvpool.client.store_reading import CopyThreads, all_ended, in_thread
 from kvpool.client.store_values import OpenedShards, WantedPage
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, Overloaded
@@ -72,7 +71,7 @@ async def write_window(
     space: OpenedShards,
     pages: Sequence[WantedPage],
     wait_s: float,
-    threads: Executor,
+    threads: CopyThreads,
     fill: Callable[[int, int, memoryview], None],
 ) -> WindowWritten:
     """Write what is admitted of a window. Returns (also when cancelled) only after the last copy."""
@@ -92,7 +91,7 @@ async def write_window(
             written.good.add(page)
         elif written.error is None:
             written.error = result.error or ArenaFull("the pagestore has no room for more pages now")
-    size = copied_together(len(reserved))
+    size = threads.copied_together(len(reserved), reserved[0][1].page_bytes) if reserved else 1
     batches = [reserved[start : start + size] for start in range(0, len(reserved), size)]
     copies = [
         asyncio.create_task(_write(session, space, batch, ends_at_s, threads, fill, written), name="kvpool copy")
@@ -107,7 +106,7 @@ async def _write(
     space: OpenedShards,
     reserved: Sequence[tuple[WantedPage, Slot]],
     ends_at_s: float,
-    threads: Executor,
+    threads: CopyThreads,
     fill: Callable[[int, int, memoryview], None],
     written: WindowWritten,
 ) -> None:
@@ -117,7 +116,7 @@ async def _write(
         return [_fill_page(session, space, page, slot, fill) for page, slot in reserved]
 
     try:
-        filled = await in_thread(threads, fill_all)
+        filled = await in_thread(threads.executor, fill_all)
     except BaseException:
         session.abort_soon([slot.lease_id for _, slot in reserved])
         raise
@@ -127,7 +126,8 @@ async def _write(
     ready = [one for one, whole in zip(reserved, filled, strict=True) if whole]
     left_s = max(_COMMIT_AT_LEAST_S, ends_at_s - asyncio.get_running_loop().time())
     try:
-        errors = dict(await session.commit([slot.lease_id for _, slot in ready], timeout_s=left_s))
+        lease_ids = [slot.lease_id for _, slot in ready]
+        errors = dict(await session.commit(lease_ids, sealed=not session.trusts_arena, timeout_s=left_s))
     except KvPoolError as failure:
         written.error = written.error or failure
         return
@@ -155,7 +155,8 @@ def _fill_page(
         with session.slot_view(*slot.place) as view:
             with payload_view(view, size_bytes) as payload:
                 fill(page.position, page.shard, payload)
-            seal(view, key, int(space.space.spec.codec), size_bytes)
+            if not session.trusts_arena:
+                seal(view, key, int(space.space.spec.codec), size_bytes)
     except KvPoolError as error:
         _log.warning("kvpool: page %s was not written: %s", key, error)
         return False

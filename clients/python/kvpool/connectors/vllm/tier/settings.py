@@ -65,7 +65,9 @@ class TierSettings:
             if kind in kinds and (not isinstance(value, kinds[kind]) or isinstance(value, bool) != (kind == "bool")):
                 raise InvalidRequest(f"{name} must be a {kind}, got {value!r}")
             values[name] = value
-        return cls(store=StoreConfig.of(given), **values)
+        # Servers of a host trust each other as their agents would: a chunk is verified when it comes into the memory
+        # of their pagestore, and not again each time that it is read there.
+        return cls(store=StoreConfig.of({"trusts_arena": True, **given}), **values)
 
     def space(self, facts: Mapping[str, Any], size_bytes: int, epoch: str) -> KeyspaceShards:
         """The keyspace of chunks of size_bytes.
