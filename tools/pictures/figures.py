@@ -20,7 +20,7 @@ PAGES = "2026-11-21-pages"
 MATCH = "2026-11-21-match"
 EVICTION = "2026-11-22-eviction"
 SOAK = "2026-11-21-soak"
-DEMO = "2026-11-21-h200-demo"
+DEMO = "2026-11-28-h200-demo"
 KVPOOL = Series("kvpool", Color.KVPOOL)
 
 
