@@ -33,6 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backends.cpu_attn": ("_get_attn_isa",),
     "vllm.v1.core.kv_cache_utils": ("init_none_hash",),
     "vllm.v1.core.sched.output": ("SchedulerOutput", "CachedRequestData"),
+    "vllm.v1.core.sched.scheduler": ("Scheduler",),
     "vllm.v1.kv_cache_interface": (
         *("KVCacheConfig", "KVCacheGroupSpec", "KVCacheTensor", "KVCacheSpec", "AttentionSpec", "FullAttentionSpec"),
         *("SlidingWindowSpec", "MLAAttentionSpec", "ChunkedLocalAttentionSpec", "MambaSpec"),

@@ -112,12 +112,16 @@ def run_load(plan: Plan, record: Recorder) -> None:
 
 
 def _load_small(plan: Plan, engine: Engine, record: Recorder) -> None:
-    """One chunk on an idle engine, from the order until the worker sees its end."""
+    """One chunk on an idle engine: as the connector decides; then loaded, from the order until the worker sees its
+    end."""
     engine.call("bench_trace")
     record.add("small load bytes", engine.kind, SMALL_TOKENS * plan.options.token_bytes)
     for number in range(20):
         prefix = small_head(plan, number)
-        for name, asked in (("small ttft loaded", 2), ("small ttft own cache", 3)):
+        if number == 10:
+            engine.call("bench_load_always")
+        loaded = "small ttft loaded" if number >= 10 else "small ttft"
+        for name, asked in ((loaded, 2), ("small ttft own cache", 3)):
             answer = engine.ask([prefix + tail(plan, SMALL_TOKENS, number, asked)])
             record.add(name, engine.kind, answer.ms, run=number, cached=answer.cached[0])
     asked_s: dict[str, float] = {}

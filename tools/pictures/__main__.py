@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.pictures.figures import Figure, claims, figures
@@ -12,6 +13,7 @@ from tools.pictures.figures import Figure, claims, figures
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES = REPOSITORY / "docs" / "images"
 README = REPOSITORY / "README.md"
+FIRST = "<!-- First plots: written by python -m tools.pictures from bench/results. -->"
 BEGIN = "<!-- Plots: written by python -m tools.pictures from bench/results. -->"
 END = "<!-- End of the plots. -->"
 _DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
@@ -29,9 +31,8 @@ def described(path: Path) -> str:
     return next((part.text or "" for part in ElementTree.parse(path).iter(_DESCRIPTION)), "")
 
 
-def plots() -> str:
-    """The README's plots, two in a row, each with its machine below it."""
-    shown = figures()
+def plots(shown: Sequence[Figure]) -> str:
+    """Plots, two in a row, each with its machine below it."""
     rows = [shown[at : at + 2] for at in range(0, len(shown), 2)]
     lines = "\n".join(f"<tr>\n{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<table>\n{lines}\n</table>\n"
@@ -46,11 +47,14 @@ def _cell(figure: Figure) -> str:
 
 def readme_text(current: str) -> str:
     """README.md with current plots. Raises SystemExit if it has no place for them."""
-    before, begin, rest = current.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"README.md has no place for the plots; put two lines there: {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{plots()}\n{claims()}\n{END}{after}"
+    shown = figures()
+    for begin, text in ((FIRST, plots(shown[:2])), (BEGIN, f"{plots(shown[2:])}\n{claims()}")):
+        before, found, rest = current.partition(begin)
+        _, end, after = rest.partition(END)
+        if not found or not end:
+            raise SystemExit(f"README.md has no place for the plots; put two lines there: {begin} and {END}")
+        current = f"{before}{begin}\n{text}\n{END}{after}"
+    return current
 
 
 def stale() -> list[str]:

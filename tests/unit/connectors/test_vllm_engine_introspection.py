@@ -61,7 +61,7 @@ def test_loads_wait_only_for_work_that_may_write_to_their_blocks(
 ) -> None:
     config = a_config(batches=batches)
     config.speculative_config = SimpleNamespace(method=speculation) if speculation else None
-    assert loads_wait_for_work(config, config) is waits
+    assert loads_wait_for_work(config, config, is_fenced=True) is waits
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,22 @@ def test_only_the_first_release_zeroes_blocks_of_loads(
     assert zeroes_loaded_blocks(SimpleNamespace(needs_kv_cache_zeroing=True), base) is zeroes
 
 
+def test_without_vllms_fence_loads_wait_where_steps_overlap() -> None:
+    assert loads_wait_for_work(a_config(batches=2), several(), is_fenced=False)
+    assert not loads_wait_for_work(a_config(batches=1), several(), is_fenced=False)
+
+
+def test_an_engine_that_is_switched_off_keeps_its_own_layout(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    config = a_config()
+    config.device_config = SimpleNamespace(device_type="cuda")
+    assert module.KvPoolConnector.get_required_kvcache_layout(config) is None
+
+
 def test_without_a_consumer_vllm_has_no_fence() -> None:
     """MultiConnector's own role counts, not that of its child."""
-    assert loads_wait_for_work(a_config(batches=2), several(is_kv_consumer=False))
-    assert not loads_wait_for_work(a_config(batches=2), several())
+    assert loads_wait_for_work(a_config(batches=2), several(is_kv_consumer=False), is_fenced=True)
+    assert not loads_wait_for_work(a_config(batches=2), several(), is_fenced=True)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,16 @@ def test_the_connector_fits(release: str) -> None:
         assert refused_calls(connector, recorded(release)[BASE][theirs]) == []
 
 
+def test_the_fence_of_freed_blocks_is_looked_for(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    defers = module("compatibility").defers_freeing_blocks
+    assert defers()
+    scheduler = importlib.import_module("vllm.v1.core.sched.scheduler")
+    monkeypatch.setattr(scheduler, "Scheduler", type("Scheduler", (), {}))
+    assert not defers()
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.scheduler", None)  # an import of None fails
+    assert not defers()
+
+
 def test_what_a_release_asks_for_and_we_lack_is_found(release: str) -> None:
     connector = module("connector").KvPoolConnector
     theirs = recorded(release)[BASE]["KVConnectorBase_V1"]

@@ -206,6 +206,35 @@ def test_computing_is_chosen_where_it_is_quicker() -> None:
     assert world.side.counters.take()["declined_chunks"] == 3
 
 
+def knows_latency(world: World) -> None:
+    """Of 15 ms, and 1 ms for 100 tokens."""
+    world.side.cost.note_prefill(1000, 0.01)
+    for _ in range(8):
+        world.side.cost.note_load(EngineSource.STAGING, 3 * CHUNK_BYTES, 0.015001, copy_s=1e-6)
+
+
+def test_a_prompt_too_short_for_any_load_to_pay_waits_for_no_answer() -> None:
+    pool = FakePool(100)
+    world = World(pool)
+    knows_latency(world)
+    assert world.match(a_request(120)) == 0
+    assert not pool.asked
+    assert world.match(a_request(3000, "long", first_token=5000)) and pool.asked
+    asked = len(pool.asked)
+    assert world.match(a_request(3000, "held", first_token=5000), held_tokens=2944) == 0
+    assert len(pool.asked) <= asked + 1, "what a new prompt needs is not known before vLLM has looked at its cache"
+
+
+def test_now_and_then_a_short_prompt_is_loaded_to_see_what_loads_take() -> None:
+    pool = FakePool(3)
+    world = World(pool, prefix_caching=False)
+    knows_latency(world)
+    requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(32)]
+    assert [world.match(request) for request in requests] == [0] * 31 + [96]
+    assert len(pool.asked) == 1
+    assert world.side.get_num_new_matched_tokens(requests[-1], 0) == 96, "as long as it waits for its blocks"
+
+
 @pytest.mark.parametrize(("load", "tokens"), [("always", 96), ("never", 0), ("quicker", 0)])
 def test_an_operator_may_decide_instead(load: str, tokens: int) -> None:
     world = World(FakePool(3), load=load)

@@ -17,6 +17,7 @@ from kvpool.client.hashing import Prompt
 from kvpool.client.sync import BackgroundLoop
 from kvpool.connectors.vllm.load_plans import LoadPlans
 from kvpool.connectors.vllm.request_chain import request_chain
+from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.testing import eventually_sync
 from tests.unit.connectors.vllm_fakes import FakeConnection, FakePool, a_request
@@ -143,8 +144,9 @@ def test_a_load_that_was_never_planned_ends_all_the_same() -> None:
     assert job.failed_blocks(0, 32, 16) == set(BLOCKS[:4])
 
 
+@pytest.mark.parametrize("planted", [(LoadPlans, "begin"), (ConnectorScheduler, "_note_new_blocks")])
 def test_a_load_that_cannot_be_ordered_ends_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    planted: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*arguments: Any) -> None:
         raise RuntimeError("planted")
@@ -153,7 +155,7 @@ def test_a_load_that_cannot_be_ordered_ends_all_the_same(
     request = a_request(120)
     tokens = world.match(request)
     assert tokens == 96
-    monkeypatch.setattr(LoadPlans, "begin", fail)
+    monkeypatch.setattr(*planted, fail)
     world.side.allocated(request, [BLOCKS[:6]], tokens)
     jobs = world.build()
     assert [(job.request_id, job.failed_blocks(0, 32, 16)) for job in jobs.loads] == [("r", set(BLOCKS[:6]))]

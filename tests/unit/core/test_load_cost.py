@@ -83,6 +83,32 @@ def test_a_queue_on_a_healthy_link_makes_no_request_compute() -> None:
     assert known.chunks_to_load([run(10)], queued_bytes=4000 * MB) == 0
 
 
+def knows_latency(latency_s: float) -> LoadCost:
+    """Of copies at 10 GB/s and prompts at 40,000 tokens/s."""
+    known = cost(40_000)
+    for _ in range(8):
+        known.note_load("here", 100 * MB, 0.01 + latency_s, copy_s=0.01)
+    known.link_bytes_per_s, known.local_sources = 20e9, ("here",)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "chunks", "loaded"), [(0.007, 1, 0), (0.007, 2, 0), (0.007, 4, 4), (0.5, 10, 10)]
+)
+def test_what_is_computed_before_any_load_would_have_ended_is_computed(
+    latency_s: float, chunks: int, loaded: int
+) -> None:
+    """A chunk of 128 tokens takes 3.2 ms; a latency of half a second is that of a busy machine."""
+    assert knows_latency(latency_s).chunks_to_load([run(chunks, size_bytes=MB)]) == loaded
+
+
+def test_no_load_of_few_tokens_can_pay() -> None:
+    assert not knows_latency(0.007).can_pay(256)
+    assert knows_latency(0.007).can_pay(400)
+    assert not knows_latency(0.5).can_pay(256) and knows_latency(0.5).can_pay(1000)
+    assert LoadCost().can_pay(1), "nothing is known yet"
+
+
 def test_one_load_that_stood_still_changes_nothing() -> None:
     known = cost(10_000, *[("here", 10 * MB, 0.01)] * 3)
     known.note_load("here", 10 * MB, 30.0, copy_s=30.0)

@@ -21,7 +21,6 @@ _log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 ResultT = TypeVar("ResultT")
 _RELEASED_TOGETHER = 16
-_COPIED_TOGETHER_MAX, _COPIED_TOGETHER_BYTES = 8, 2 << 20  # by then a hand-over is a small part of a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +29,6 @@ class CopyThreads:
 
     executor: Executor
     count: int
-
-    def copied_together(self, page_count: int, page_bytes: int) -> int:
-        """How many of so many pages that wait a thread takes at once: some are left for other threads."""
-        most = min(_COPIED_TOGETHER_MAX, _COPIED_TOGETHER_BYTES // page_bytes)
-        return max(1, min(most, page_count // self.count))
 
 
 @dataclass(slots=True)
@@ -92,8 +86,8 @@ async def read_window(
 
 
 class _Copying:
-    """Pages of a window on their way to the caller: a thread gets as many as are there, as each hand-over takes longer
-    than the copy of a small page."""
+    """Pages of a window on their way to the caller. A thread takes one after the other until none waits, as each
+    hand-over by the event loop takes longer than the copy of a small page, and longer still beside a busy engine."""
 
     def __init__(
         self,
@@ -124,23 +118,32 @@ class _Copying:
             self._leases.give_back()
 
     async def _copy(self) -> None:
-        batch: deque[tuple[WantedPage, Slot]] = deque()
+        ended: deque[tuple[WantedPage, Slot, bool | PageFault]] = deque()
         try:
             while self._waiting:
-                together = self._threads.copied_together(len(self._waiting), self._waiting[0][1].page_bytes)
-                batch.extend(self._waiting.popleft() for _ in range(together))
-                for result in await in_thread(self._threads.executor, self._take_pages, tuple(batch)):
-                    await self._note(*batch.popleft(), result)
+                await in_thread(self._threads.executor, self._take_waiting, ended)
+                while ended:
+                    await self._note(*ended.popleft())
         except BaseException:  # cancelled, or a copy that must not fail: the slots are read no more either way
-            for _, slot in (*batch, *self._waiting):
+            for slot in [slot for _, slot, _ in ended] + [slot for _, slot in self._waiting]:
                 self._leases.add(slot.lease_id)
             self._waiting.clear()
             raise
         finally:
             self._running -= 1
 
-    def _take_pages(self, batch: Sequence[tuple[WantedPage, Slot]]) -> list[bool | PageFault]:
-        return [_take_page(self._session, self._space, page, slot, self._take) for page, slot in batch]
+    def _take_waiting(self, ended: deque[tuple[WantedPage, Slot, bool | PageFault]]) -> None:
+        """Runs in several threads at once."""
+        while True:
+            try:
+                page, slot = self._waiting.popleft()
+            except IndexError:
+                return
+            result: bool | PageFault = False
+            try:
+                result = _take_page(self._session, self._space, page, slot, self._take)
+            finally:
+                ended.append((page, slot, result))
 
     async def _note(self, page: WantedPage, slot: Slot, result: bool | PageFault) -> None:
         if isinstance(result, PageFault):

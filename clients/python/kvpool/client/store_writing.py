@@ -20,6 +20,7 @@ from kvpool.core.page import page_bytes, payload_view, seal
 _log = logging.getLogger(__name__)
 _THERE = (Admission.EXISTS, Admission.PENDING)
 _PAUSE_INITIAL_S, _PAUSE_MAX_S = 0.01, 0.2
+_FILLED_TOGETHER_MAX = 8  # by then a hand-over and a commit are a small part of the copies
 _COMMIT_AT_LEAST_S = 0.5  # pages that are filled are worth a moment more
 
 
@@ -91,7 +92,7 @@ async def write_window(
             written.good.add(page)
         elif written.error is None:
             written.error = result.error or ArenaFull("the pagestore has no room for more pages now")
-    size = threads.copied_together(len(reserved), reserved[0][1].page_bytes) if reserved else 1
+    size = max(1, min(_FILLED_TOGETHER_MAX, len(reserved) // threads.count))
     batches = [reserved[start : start + size] for start in range(0, len(reserved), size)]
     copies = [
         asyncio.create_task(_write(session, space, batch, ends_at_s, threads, fill, written), name="kvpool copy")

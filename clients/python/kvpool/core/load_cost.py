@@ -3,7 +3,8 @@
 load_ms    = latency_ms + (queued bytes + own bytes) / bandwidth of their source
 compute_ms = tokens / prefill speed
 load, if load_ms < 0.9 * compute_ms, or something of both is not known yet, or it is time to try again,
-or the link would copy it in less than half of compute_ms, and copies lately reached a quarter of its speed
+or the link would copy it in less than half of compute_ms, in less than compute_ms with the latency (at most 20 ms of
+it), and copies lately reached a quarter of its speed
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvpool.core.errors import InvalidRequest
 _WEIGHT = 0.3  # of the newest sample
 _MARGIN = 0.9  # loading has to take less than this share of the time of computing
 _LINK_SHARE, _HEALTHY_SHARE = 0.5, 0.25  # of computing, and of the link's speed
+_LATENCY_MAX_MS = 20.0  # what a load has taken beyond its copy and this is a queue's or a busy machine's
 _TRIAL_COUNT, _TRIAL_S = 32, 10.0  # declined loads, and seconds of declining, after which one is tried
 _PREFILL_TOKENS = 256  # a smaller step takes about as long as one of these: it counts until there was a larger one
 _SIZES = 2  # a load of at most so many times the size of those that were measured is taken to be as fast
@@ -149,6 +151,11 @@ class LoadCost:
             load_ms += copy_ms
         return load_ms
 
+    def can_pay(self, token_count: int) -> bool:
+        """Whether loading so many tokens could be quicker than computing them, however few bytes they are."""
+        compute_ms = self.compute_ms(token_count)
+        return compute_ms is None or self._least_ms < _MARGIN * compute_ms
+
     def chunks_to_load(self, runs: Sequence[LoadRun], queued_bytes: int = 0) -> int:
         """How many leading chunks to load, whole runs, so that most time is gained; 0: none.
 
@@ -168,7 +175,7 @@ class LoadCost:
     def _runs_of_link(self, runs: Sequence[LoadRun]) -> int:
         """Leading runs that the link would bring in half of the time of computing them: what else a load took lately,
         a busy machine or a queue, must not keep an engine from loads that pay. Computing has a queue, too: what one
-        request computes all others wait for, while loads hold up nothing."""
+        request computes all others wait for, while loads hold up nothing. What every load takes counts all the same."""
         if not self.link_bytes_per_s:
             return 0
         count = size_bytes = tokens = 0
@@ -179,9 +186,15 @@ class LoadCost:
                 break
             size_bytes, tokens = size_bytes + run.size_bytes, tokens + run.token_count
             link_ms = size_bytes / self.link_bytes_per_s * 1e3
-            if link_ms < _LINK_SHARE * (self.compute_ms(tokens) or 0.0):
+            compute_ms = self.compute_ms(tokens) or 0.0
+            if link_ms < _LINK_SHARE * compute_ms and link_ms + self._least_ms < compute_ms:
                 count = number
         return count
+
+    @property
+    def _least_ms(self) -> float:
+        """What a load of no bytes takes on a machine with nothing else to do."""
+        return min(self.latency_ms.value or 0.0, _LATENCY_MAX_MS)
 
     def tries_declined(self, now_s: float) -> bool:
         """A load was declined. Whether to do it all the same, as the last one was long ago: it replaces what is known.

@@ -50,6 +50,16 @@ def incompatibility(connector: type) -> str:
     return incompatible_vllm(f"it asks for {', '.join(unknown)}") if unknown else ""
 
 
+def defers_freeing_blocks() -> bool:
+    """Whether this vLLM's scheduler can keep freed blocks until no running step writes to them: 0.31 and 0.32 do so
+    for connectors that load, where steps overlap. Without it a load has to wait for the GPU."""
+    try:
+        from vllm.v1.core.sched.scheduler import Scheduler
+    except ImportError:
+        return False
+    return _has(Scheduler, "defer_block_free")
+
+
 def disabled_reason(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str:
     """Return why this engine runs without kvpool and which setting to change; empty if it is supported.
 

@@ -52,12 +52,12 @@ def _guarded(fallback: Any = None) -> Callable[[AnyCall], AnyCall]:
             except KvPoolError as error:  # its text says what to do: a traceback adds nothing
                 if _log_rate.due(method.__name__):
                     more = _log_rate.suppressed(method.__name__)
-                    _log.error("kvpool: %s: the engine goes on without it: %s%s", method.__name__, error, more)
+                    _log.error("kvpool: the engine runs without it: %s%s (%s)", error, more, method.__name__.strip("_"))
                 return fallback() if callable(fallback) else fallback
             except Exception:
                 if _log_rate.due(method.__name__):
                     more = _log_rate.suppressed(method.__name__)
-                    _log.exception("kvpool: %s failed; the engine goes on without it%s", method.__name__, more)
+                    _log.exception("kvpool: %s failed; the engine runs without it%s", method.__name__.strip("_"), more)
                 return fallback() if callable(fallback) else fallback
 
         return call  # type: ignore[return-value]
@@ -128,7 +128,9 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             kv_caches,
             self._agents,
             loads_wait_for_gpu=self._settings.layerwise
-            or loads_wait_for_work(self._vllm_config, self._outer_config)
+            or loads_wait_for_work(
+                self._vllm_config, self._outer_config, is_fenced=compatibility.defers_freeing_blocks()
+            )
             or zeroes_loaded_blocks(self._kv_cache_config, type(self)),
             wait_when_idle=self._polls_worker and self._vllm_config.parallel_config.data_parallel_size == 1,
         )
@@ -336,6 +338,8 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_guarded()
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """See the base class."""
+        if compatibility.disabled_reason(vllm_config):
+            return None
         return required_kv_cache_layout(
             wiring.settings_from_config(vllm_config), vllm_config, outer_config(vllm_config)
         )

@@ -35,17 +35,18 @@ def outer_config(vllm_config: Any) -> Any:
     return outermost
 
 
-def loads_wait_for_work(vllm_config: Any, outer: Any) -> bool:
+def loads_wait_for_work(vllm_config: Any, outer: Any, *, is_fenced: bool) -> bool:
     """Whether GPU work launched earlier may write to the blocks of a load that starts now.
 
     It cannot if a step is scheduled only after the previous one has ended, or if vLLM defers freeing blocks until no
-    running step writes to them (`defer_block_free`: with overlapping steps and a connector that loads). But drafters
-    may write after what vLLM takes as the end of a step.
+    running step writes to them (with overlapping steps and a connector that loads). But drafters may write after what
+    vLLM takes as the end of a step. is_fenced: `compatibility.defers_freeing_blocks`.
     """
     speculation = vllm_config.speculative_config
     if speculation is not None and speculation.method not in _WITHOUT_KV:
         return True
-    return bool(vllm_config.max_concurrent_batches > 1 and not outer.kv_transfer_config.is_kv_consumer)
+    fenced = is_fenced and outer.kv_transfer_config.is_kv_consumer
+    return bool(vllm_config.max_concurrent_batches > 1 and not fenced)
 
 
 def zeroes_loaded_blocks(kv_cache_config: Any, connector: type) -> bool:

@@ -97,6 +97,16 @@ class LoadPlans:
         _, until_s = self._first_chunks.get(chunk_hash, ("", 0.0))
         return self._now_s() < until_s
 
+    def is_worth_a_lookup(self, lookup: Lookup, token_count: int) -> bool:
+        """Whether a load of so many tokens could pay. Else the request does not wait for the pool's answer either, but
+        for one now and then, which is loaded: what loads take may have changed."""
+        if self._settings.load != LOAD_QUICKER or lookup.tried or self.cost.can_pay(token_count):
+            return True
+        if not lookup.passed_over:
+            lookup.passed_over = True
+            lookup.tried = self.cost.tries_declined(self._now_s())
+        return lookup.tried
+
     def plan(
         self,
         chains: tuple[Prompt, ...],

@@ -217,10 +217,10 @@ class ConnectorScheduler:
         on, so a load that cannot be started is ordered as one that fails at once.
         """
         state = self._states.get(request.request_id)
-        self._leases.allocated(request.request_id)
-        self._unconfirmed.forget(request.request_id)
-        self._note_new_blocks(request, state, block_ids)
         try:
+            self._leases.allocated(request.request_id)
+            self._unconfirmed.forget(request.request_id)
+            self._note_new_blocks(request, state, block_ids)
             if state is None or state.plan is None:
                 raise InvalidRequest("a load was begun that was not planned")
             jobs = self._loads.begin(request.request_id, state.plan, block_ids, loaded_tokens)
@@ -443,7 +443,10 @@ class ConnectorScheduler:
             return ()
         if not self._is_shareable(state):
             return ()
-        if request.num_tokens - 1 - held_tokens < max(1, self._settings.min_load_tokens):
+        token_count = request.num_tokens - 1 - held_tokens
+        if token_count < max(1, self._settings.min_load_tokens):
+            return ()
+        if not self._loads.is_worth_a_lookup(state.lookup, token_count):
             return ()
         if state.loaded_at_preemption == request.num_preemptions or self._now_s() < self._unready_until_s:
             return ()
