@@ -82,9 +82,9 @@ def first_token() -> Figure:
         title="vLLM on a GPU: first token",
         note="ms",
         series=(
-            Series("plain vLLM computes it", Color.BASELINE),
+            Series("computed", Color.BASELINE),
             Series("kvpool, fresh engine", Color.KVPOOL),
-            Series("its own GPU cache", Color.FOURTH),
+            Series("own GPU cache", Color.FOURTH),
         ),
         rows=tuple((f"{tokens:,} tokens", milliseconds(tokens)) for tokens in (2048, 8192, 16384, 32768)),
         digits=0,
