@@ -9,7 +9,7 @@ import sys
 from kvpool_cli.errors import EXIT_USAGE
 
 SUPPORTED_MACHINES = ("x86_64", "aarch64")
-_NEEDED = ("typer", "rich", "prometheus_client")
+_NEEDED = ("typer", "rich", "redis", "prometheus_client")  # the extra `cli`
 
 
 def main() -> int:
@@ -19,7 +19,10 @@ def main() -> int:
         return _refuse(f"runs on Linux x86_64 and aarch64, and this is {here}; use a Linux machine or container")
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        return _refuse(f"{', '.join(missing)} is not installed: pip install 'kvpool[cli]'")
+        return _refuse(
+            f"packages of kvpool's extra `cli` are missing here ({', '.join(missing)}): "
+            "pip install '/path/to/checkout[cli]', or the path of a wheel instead"
+        )
     from kvpool_cli.main import run_command
 
     return run_command(sys.argv[1:])

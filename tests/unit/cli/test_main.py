@@ -158,18 +158,21 @@ def test_other_platforms_are_refused(
     assert f"{system} {machine}" in capsys.readouterr().err
 
 
-def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
-    """As in an engine's environment: typer and rich cannot be imported."""
+@pytest.mark.parametrize("missing", [("typer", "rich"), ("redis",)])
+def test_without_the_extra_one_line_says_how_to_install_it_without_a_package_index(missing: tuple[str, ...]) -> None:
+    """As in an engine's environment: packages of the extra cannot be imported."""
     script = (
         "import importlib.util as u, sys\n"
         "real = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name in ('typer', 'rich') else real(name, *a)\n"
+        f"u.find_spec = lambda name, *a: None if name in {missing} else real(name, *a)\n"
         "from kvpool_cli.__main__ import main\n"
         "sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kvpool: typer, rich is not installed: pip install 'kvpool[cli]'\n"
+    (line,) = done.stderr.splitlines()
+    assert f"({', '.join(missing)})" in line and "pip install '/path/to/checkout[cli]'" in line
+    assert "install 'kvpool" not in line, "kvpool is not on a package index"
 
 
 def test_the_state_directory_comes_from_anywhere_on_the_line_or_the_environment(
