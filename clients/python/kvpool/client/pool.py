@@ -325,8 +325,7 @@ class AsyncPool:
         bytes until the handle is released; decoding goes on meanwhile.
 
         first_chunk, end_chunk: chunks [first_chunk, end_chunk) instead.
-        retention: of all chunks, or of ranges of the prompt's tokens; a chunk takes what keeps it longest of all that
-        touch it. None: as the keyspace says.
+        retention: how long and how eagerly all these chunks are kept. None: as the keyspace says.
         still_valid: called each time blocks were copied out: whether all blocks of this store held their bytes until
         then, else they are not stored; may be an async function. None: they do until they are released.
         timeout_s: until the result says what is known by then; the store itself goes on.
