@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
 import sys
 
@@ -29,7 +30,11 @@ def main() -> int:
 
 
 def _refuse(text: str) -> int:
-    sys.stderr.write(f"kvpool: {text}\n")
+    """As kvpool_cli.output.fail, which needs the extra."""
+    if "--json" in sys.argv:
+        sys.stdout.write(json.dumps({"version": 1, "error": text, "exit_code": EXIT_USAGE}, indent=2) + "\n")
+    else:
+        sys.stderr.write(f"kvpool: {text}\n")
     return EXIT_USAGE
 
 

@@ -63,7 +63,9 @@ class Group(_PlainFlags, TyperGroup):
         count = 0
         while ctx.parent is not None and count < len(args) and args[count].partition("=")[0] in COMMON_FLAGS:
             count += 1 if args[count] == "--json" or "=" in args[count] else 2
-        if count and count >= len(args):
+        # Without options a group shows its help, which is no document.
+        wants_document = not args and not ctx.resilient_parsing and "--json" in ctx.find_root().obj["argv"]
+        if wants_document or (count and count >= len(args)):
             ctx.fail("Missing command.")
         common, rest = args[:count], args[count:]
         return super().parse_args(ctx, [*rest[:1], *common, *rest[1:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -106,6 +107,7 @@ def test_what_is_not_understood_is_one_line_or_document_and_code_2(
     ("argv", "part"),
     [
         (["cluster", "up", "--pagestores", "65"], "--pagestores"),
+        (["cluster", "up", "--pagestores", "0"], "--pagestores"),
         (["cluster", "up", "--index-port", "65536"], "--index-port"),
         (["cluster", "up", "--memory-index", "--redis", "redis://localhost"], "exclude each other"),
     ],
@@ -173,6 +175,27 @@ def test_without_the_extra_one_line_says_how_to_install_it_without_a_package_ind
     (line,) = done.stderr.splitlines()
     assert f"({', '.join(missing)})" in line and "pip install '/path/to/checkout[cli]'" in line
     assert "install 'kvpool" not in line, "kvpool is not on a package index"
+
+
+def test_without_the_extra_json_is_answered_with_a_document(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvpool", "--json", "cluster", "status"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert entry.main() == 2
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["exit_code"] == 2 and "typer" in document["error"] and not captured.err
+
+
+@pytest.mark.parametrize("argv", [["--json"], ["--json", "cluster"], ["cache", "--json"]])
+def test_a_group_without_a_command_is_answered_with_a_document(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(argv) == 2
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["exit_code"] == 2 and "--help" in document["error"] and not captured.err
 
 
 def test_the_state_directory_comes_from_anywhere_on_the_line_or_the_environment(
