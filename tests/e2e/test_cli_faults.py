@@ -57,10 +57,10 @@ def test_interrupted_up_drains_and_a_killed_one_is_cleaned_up(tmp_path: Path) ->
 
 def test_a_second_interrupt_ends_what_does_not_drain(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    with cluster.start("cluster", "up", "--pagestores", "0", "--memory-index") as up:
+    with cluster.start("cluster", "up", "--agents", "0", *SMALL, "--memory-index") as up:
         try:
             eventually_sync(lambda: state_file(tmp_path).exists() and cluster.state.ready)
-            (index,) = cluster.state.processes
+            (index,) = cluster.state.of_role("index")
             os.kill(index.pid, signal.SIGSTOP)
             up.send_signal(signal.SIGINT)
             assert up.stderr is not None
@@ -74,7 +74,7 @@ def test_a_second_interrupt_ends_what_does_not_drain(tmp_path: Path) -> None:
 
 def test_what_dies_is_started_again_where_it_was(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    cluster.run("cluster", "up", "--detach", "--pagestores", "0", "--memory-index")
+    cluster.run("cluster", "up", "--detach", "--agents", "0", *SMALL, "--memory-index")
     try:
         index = cluster.state.of_role("index")[0]
         os.kill(index.pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path, below: s
 def test_a_redis_that_does_not_answer_is_a_remark(tmp_path: Path) -> None:
     """Services wait for Redis, so the cluster is there; a URL with a slip must not look as if it were right."""
     cluster = Cluster(tmp_path)
-    up = ("cluster", "up", "--detach", "--pagestores", "0", "--redis", "redis://127.0.0.1:1")
+    up = ("cluster", "up", "--detach", "--agents", "0", *SMALL, "--redis", "redis://127.0.0.1:1")
     with cluster.start(*up) as command:
         try:
             _, errors = command.communicate(timeout=110)

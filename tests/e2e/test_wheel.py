@@ -19,7 +19,8 @@ from tests.fixtures.patience import PATIENCE_S
 pytestmark = pytest.mark.e2e
 
 REPOSITORY = Path(__file__).parents[2]
-EXAMPLE = REPOSITORY / "examples/share_prefix.py"
+SHARE_PREFIX = REPOSITORY / "examples/share_prefix.py"
+KEEP_OBJECTS = REPOSITORY / "examples/keep_objects.py"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
@@ -46,7 +47,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_the_wheel_starts_a_cluster_and_runs_a_program(python: Path, tmp_path: Path) -> None:
+def test_the_wheel_starts_a_cluster_and_runs_the_examples(python: Path, tmp_path: Path) -> None:
     command = [str(python.with_name("kvpool")), "--state-dir", str(tmp_path / "state")]
 
     def run(*argv: str) -> str:
@@ -58,16 +59,21 @@ def test_the_wheel_starts_a_cluster_and_runs_a_program(python: Path, tmp_path: P
     assert where.startswith(str(python.parents[1])), "the checkout is imported, not the wheel"
     run(*command, "cluster", "up", "--detach", "--memory-index", *SMALL)
     try:
-        agent = f"unix:{Cluster(tmp_path / 'state').state.of_role('agent')[0].endpoints['socket']}"
+        state = Cluster(tmp_path / "state").state
+        agent, pagestore = (f"unix:{state.of_role(role)[0].endpoints['socket']}" for role in ("agent", "pagestore"))
+        index = state.of_role("index")[0].endpoints["endpoint"]
 
         def says(text: str) -> bool:
             """It has the defaults of production: who is late costs it the connection, or chunks."""
             try:
-                return run(str(python), str(EXAMPLE), agent) == f"{text}\n"
+                return run(str(python), str(SHARE_PREFIX), agent) == f"{text}\n"
             except subprocess.CalledProcessError:
                 return False
 
         eventually_sync(lambda: says("0 tokens loaded, 2 chunks stored"), 2 * PATIENCE_S)
         eventually_sync(lambda: says("256 tokens loaded, 0 chunks stored"), 2 * PATIENCE_S)
+        keep_objects = (str(python), str(KEEP_OBJECTS), pagestore, index)
+        assert run(*keep_objects).startswith("0 objects loaded, ")
+        eventually_sync(lambda: run(*keep_objects) == "8 objects loaded, 0 stored\n", 2 * PATIENCE_S)
     finally:
         run(*command, "cluster", "down")

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from kvpool.client.checkpoint import checkpoint_model as checkpoint_model
     from kvpool.client.config import ClientConfig as ClientConfig
+    from kvpool.client.engine_items import EngineSource as EngineSource
     from kvpool.client.engine_items import LoadResult as LoadResult
     from kvpool.client.engine_items import MatchResult as MatchResult
+    from kvpool.client.engine_items import RequestStats as RequestStats
     from kvpool.client.engine_items import StoreResult as StoreResult
+    from kvpool.client.engine_items import TierTokens as TierTokens
     from kvpool.client.handle import AsyncHandle as AsyncHandle
     from kvpool.client.hashing import Prompt as Prompt
     from kvpool.client.object_store import Store as Store
@@ -32,11 +35,14 @@ if TYPE_CHECKING:
     from kvpool.client.sync import Pool as Pool
     from kvpool.client.sync import connect as connect
     from kvpool.core import errors as errors
+    from kvpool.core.chunks import Extra as Extra
+    from kvpool.core.chunks import multimodal_extra as multimodal_extra
     from kvpool.core.errors import KvPoolError as KvPoolError
     from kvpool.core.layout import EngineLayout as EngineLayout
     from kvpool.core.layout import LayerLayout as LayerLayout
     from kvpool.core.layout import RowPlane as RowPlane
     from kvpool.core.model import Model as Model
+    from kvpool.core.retention import Retention as Retention
 
 __version__ = "0.1.0"
 
@@ -45,6 +51,8 @@ _HOMES: Final = {
     "AsyncPool": "kvpool.client.pool",
     "ClientConfig": "kvpool.client.config",
     "EngineLayout": "kvpool.core.layout",
+    "EngineSource": "kvpool.client.engine_items",
+    "Extra": "kvpool.core.chunks",
     "Handle": "kvpool.client.sync",
     "KvPoolError": "kvpool.core.errors",
     "LayerLayout": "kvpool.core.layout",
@@ -54,19 +62,25 @@ _HOMES: Final = {
     "PagedCache": "kvpool.client.paged_cache",
     "Pool": "kvpool.client.sync",
     "Prompt": "kvpool.client.hashing",
+    "RequestStats": "kvpool.client.engine_items",
+    "Retention": "kvpool.core.retention",
     "RowPlane": "kvpool.core.layout",
     "Store": "kvpool.client.object_store",
     "StoreConfig": "kvpool.client.store_config",
     "StoreResult": "kvpool.client.engine_items",
+    "TierTokens": "kvpool.client.engine_items",
     "checkpoint_model": "kvpool.client.checkpoint",
     "connect": "kvpool.client.sync",
     "connect_store": "kvpool.client.object_store",
+    "multimodal_extra": "kvpool.core.chunks",
 }
 __all__ = [
     "AsyncHandle",
     "AsyncPool",
     "ClientConfig",
     "EngineLayout",
+    "EngineSource",
+    "Extra",
     "Handle",
     "KvPoolError",
     "LayerLayout",
@@ -76,14 +90,18 @@ __all__ = [
     "PagedCache",
     "Pool",
     "Prompt",
+    "RequestStats",
+    "Retention",
     "RowPlane",
     "Store",
     "StoreConfig",
     "StoreResult",
+    "TierTokens",
     "checkpoint_model",
     "connect",
     "connect_store",
     "errors",
+    "multimodal_extra",
 ]
 
 

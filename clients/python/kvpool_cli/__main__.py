@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
 import sys
 
 from kvpool_cli.errors import EXIT_USAGE
 
 SUPPORTED_MACHINES = ("x86_64", "aarch64")
-_NEEDED = ("typer", "rich", "prometheus_client")
+_NEEDED = ("typer", "rich", "redis", "prometheus_client")  # the extra `cli`
 
 
 def main() -> int:
@@ -19,14 +20,21 @@ def main() -> int:
         return _refuse(f"runs on Linux x86_64 and aarch64, and this is {here}; use a Linux machine or container")
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        return _refuse(f"{', '.join(missing)} is not installed: pip install 'kvpool[cli]'")
+        return _refuse(
+            f"packages of kvpool's extra `cli` are missing here ({', '.join(missing)}): "
+            "pip install '/path/to/checkout[cli]', or the path of a wheel instead"
+        )
     from kvpool_cli.main import run_command
 
     return run_command(sys.argv[1:])
 
 
 def _refuse(text: str) -> int:
-    sys.stderr.write(f"kvpool: {text}\n")
+    """As kvpool_cli.output.fail, which needs the extra."""
+    if "--json" in sys.argv:
+        sys.stdout.write(json.dumps({"version": 1, "error": text, "exit_code": EXIT_USAGE}, indent=2) + "\n")
+    else:
+        sys.stderr.write(f"kvpool: {text}\n")
     return EXIT_USAGE
 
 

@@ -14,8 +14,11 @@ from kvpool_cli.common import COMMON_FLAGS
 _LOADED = ("params", "callback", "help")
 
 
-class _PlainFlags:
-    """-h is help; help shows flags without a value."""
+class _Described:
+    """What all commands and groups have: -h is help, flags are shown without a value, listings show whole sentences."""
+
+    short_help: str | None
+    help: str | None
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
         """The same for all commands."""
@@ -29,8 +32,12 @@ class _PlainFlags:
                 param.metavar = ""  # typer would show <bool>
         return params
 
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The first paragraph, as help shows it on a terminal. Pages and shells wrap it themselves."""
+        return (self.short_help or self.help or "").partition("\n\n")[0]
 
-class LazyCommand(_PlainFlags, TyperCommand):
+
+class LazyCommand(_Described, TyperCommand):
     """One command. place: "module:function"; short_help: for listings, so that they need not import it."""
 
     def __init__(self, name: str, place: str, *examples: str, short_help: str | None = None) -> None:
@@ -55,7 +62,7 @@ class LazyCommand(_PlainFlags, TyperCommand):
         return getattr(self, name)
 
 
-class Group(_PlainFlags, TyperGroup):
+class Group(_Described, TyperGroup):
     """A group of commands. Options of every command that stand before its name count as if they stood after it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -63,7 +70,9 @@ class Group(_PlainFlags, TyperGroup):
         count = 0
         while ctx.parent is not None and count < len(args) and args[count].partition("=")[0] in COMMON_FLAGS:
             count += 1 if args[count] == "--json" or "=" in args[count] else 2
-        if count and count >= len(args):
+        # Without options a group shows its help, which is no document.
+        wants_document = not args and not ctx.resilient_parsing and "--json" in ctx.find_root().obj["argv"]
+        if wants_document or (count and count >= len(args)):
             ctx.fail("Missing command.")
         common, rest = args[:count], args[count:]
         return super().parse_args(ctx, [*rest[:1], *common, *rest[1:]])

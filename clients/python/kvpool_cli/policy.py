@@ -15,8 +15,8 @@ from kvpool.core.policy import MAX_REPLICAS, KeyspacePolicy, StagingMode, WriteP
 from kvpool.core.retention import PRIORITY_MAX, Retention
 from kvpool_cli.common import Common
 from kvpool_cli.errors import EXIT_OK, UsageFailed
-from kvpool_cli.options import OneKeyspace, RequiredKeyspace, size_option
-from kvpool_cli.output import print_json, show, table
+from kvpool_cli.options import OneKeyspace, RequiredKeyspace, Yes, size_option
+from kvpool_cli.output import confirm, print_json, show, table
 from kvpool_cli.quantities import duration, duration_from_text, size
 from kvpool_cli.targets import find_target, keyspace_of_name, keyspaces_of_name, open_index, run
 
@@ -77,10 +77,11 @@ def set_policy(
             help="Of pages stored without one: -100, first to go, to 100.",
         ),
     ] = None,
+    yes: Yes = False,
 ) -> int:
     """Change a keyspace's policy; what is not named stays as it is.
 
-    Pagestores learn it with their next lease renewal.
+    Pagestores learn it with their next lease renewal. A smaller quota or time to live than before is confirmed first.
     """
     target = find_target(common)
     change = Change(
@@ -95,13 +96,21 @@ def set_policy(
         retention={"ttl_ms": None if ttl is None else _ttl_ms(ttl), "priority": priority},
     )
 
-    async def apply() -> NamedKeyspace:
+    async def found() -> NamedKeyspace:
         async with open_index(target) as index:
-            found = await keyspace_of_name(index, keyspace)
-            before = found.policy.policy if found.policy is not None and not reset else KeyspacePolicy()
-            return replace(found, policy=await index.set_keyspace_policy(found.name, change.applied(before)))
+            return await keyspace_of_name(index, keyspace)
 
-    return _print(common, [run(apply())])
+    async def apply(policy: KeyspacePolicy) -> NamedKeyspace:
+        async with open_index(target) as index:
+            return replace(before, policy=await index.set_keyspace_policy(before.name, policy))
+
+    before = run(found())
+    current = before.policy.policy if before.policy is not None else KeyspacePolicy()
+    wanted = change.applied(KeyspacePolicy() if reset else current)
+    losses = _losses(current, wanted)
+    if losses:
+        confirm(f"Change the policy of keyspace {before.name}? {' '.join(losses)}", yes=yes)
+    return _print(common, [run(apply(wanted))])
 
 
 def show_policies(common: Common, keyspace: OneKeyspace = "") -> int:
@@ -113,6 +122,22 @@ def show_policies(common: Common, keyspace: OneKeyspace = "") -> int:
             return await keyspaces_of_name(index, keyspace)
 
     return _print(common, run(found()))
+
+
+def _losses(current: KeyspacePolicy, wanted: KeyspacePolicy) -> list[str]:
+    """What pagestores give up under `wanted` that they keep under `current`: a sentence for each cause."""
+    losses = []
+    if _is_lowered(current.quota_bytes, wanted.quota_bytes):
+        losses.append(f"Each pagestore drops its pages beyond {size(wanted.quota_bytes)}.")
+    ttl_ms = wanted.retention.ttl_ms
+    if _is_lowered(current.retention.ttl_ms, ttl_ms):
+        losses.append(f"Pages that are stored from now on expire after {duration(ttl_ms / 1e3)}.")
+    return losses
+
+
+def _is_lowered(current: int, wanted: int) -> bool:
+    """Whether a limit gets tighter; 0 is no limit."""
+    return wanted != 0 and (current == 0 or wanted < current)
 
 
 def _print(common: Common, named: list[NamedKeyspace]) -> int:

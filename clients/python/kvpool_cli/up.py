@@ -51,7 +51,7 @@ class ClientAuth(StrEnum):
 
 def up(
     common: Common,
-    pagestores: Annotated[int, typer.Option(metavar="N", help="Number of pagestores.")] = 1,
+    pagestores: Annotated[int, typer.Option(min=1, metavar="N", help="Number of pagestores, at most 64.")] = 1,
     agents: Annotated[
         int | None,
         typer.Option(

@@ -44,6 +44,13 @@ def test_the_page_has_options_whose_names_begin_as_a_shared_one_does() -> None:
     assert "* `--index-port PORT`" in generate_cli_docs.PAGE.read_text()
 
 
+def test_listings_of_the_page_show_whole_sentences() -> None:
+    listings = re.findall(r"^\*\*Commands\*\*:\n\n((?:\* .+\n)+)", generate_cli_docs.PAGE.read_text(), re.MULTILINE)
+    assert len(listings) == 5, "of kvpool and its groups"
+    for line in "".join(listings).splitlines():
+        assert line.endswith(".") and not line.endswith("..."), line
+
+
 @pytest.mark.parametrize("text", sorted(set(shown())))
 def test_a_command_that_documents_show_is_understood(text: str) -> None:
     command, words = ROOT, shlex.split(text)[1:]

@@ -242,6 +242,7 @@ def test_packages_that_are_missing_or_old_are_reported(monkeypatch: pytest.Monke
     monkeypatch.setattr(cluster, "requires", lambda name: ["grpcio>=999.1", "not-there>=1", 'x>=1; extra == "y"'])
     (found,) = examine_packages()
     assert found.level is Level.ERROR and "grpcio" in found.message and "not-there is missing" in found.message
+    assert "/path/to/checkout" in found.remediation, "kvpool is not on a package index"
 
 
 def test_findings_are_reported_the_worst_last() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -106,6 +107,7 @@ def test_what_is_not_understood_is_one_line_or_document_and_code_2(
     ("argv", "part"),
     [
         (["cluster", "up", "--pagestores", "65"], "--pagestores"),
+        (["cluster", "up", "--pagestores", "0"], "--pagestores"),
         (["cluster", "up", "--index-port", "65536"], "--index-port"),
         (["cluster", "up", "--memory-index", "--redis", "redis://localhost"], "exclude each other"),
     ],
@@ -158,18 +160,42 @@ def test_other_platforms_are_refused(
     assert f"{system} {machine}" in capsys.readouterr().err
 
 
-def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
-    """As in an engine's environment: typer and rich cannot be imported."""
+@pytest.mark.parametrize("missing", [("typer", "rich"), ("redis",)])
+def test_without_the_extra_one_line_says_how_to_install_it_without_a_package_index(missing: tuple[str, ...]) -> None:
+    """As in an engine's environment: packages of the extra cannot be imported."""
     script = (
         "import importlib.util as u, sys\n"
         "real = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name in ('typer', 'rich') else real(name, *a)\n"
+        f"u.find_spec = lambda name, *a: None if name in {missing} else real(name, *a)\n"
         "from kvpool_cli.__main__ import main\n"
         "sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kvpool: typer, rich is not installed: pip install 'kvpool[cli]'\n"
+    (line,) = done.stderr.splitlines()
+    assert f"({', '.join(missing)})" in line and "pip install '/path/to/checkout[cli]'" in line
+    assert "install 'kvpool" not in line, "kvpool is not on a package index"
+
+
+def test_without_the_extra_json_is_answered_with_a_document(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvpool", "--json", "cluster", "status"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert entry.main() == 2
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["exit_code"] == 2 and "typer" in document["error"] and not captured.err
+
+
+@pytest.mark.parametrize("argv", [["--json"], ["--json", "cluster"], ["cache", "--json"]])
+def test_a_group_without_a_command_is_answered_with_a_document(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(argv) == 2
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["exit_code"] == 2 and "--help" in document["error"] and not captured.err
 
 
 def test_the_state_directory_comes_from_anywhere_on_the_line_or_the_environment(

@@ -246,7 +246,7 @@ async def test_retries_end_before_a_pause_would_pass_the_deadline() -> None:
 
 @pytest.mark.parametrize("name", ["call_timeout_s", "requests_in_flight_max", "backoff_initial_s"])
 def test_config_refuses_what_cannot_work(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(InvalidRequest, match=name):
         test_config(**{name: 0})
 
 

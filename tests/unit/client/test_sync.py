@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+import kvpool
 from kvpool.client import sync
 from kvpool.client.pool import AsyncPool
 from kvpool.client.sync import BackgroundLoop, Pool
-from kvpool.core.errors import DeadlineExceeded, PageCorrupt, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, ServiceUnavailable
 from kvpool.testing import eventually_sync
 from kvpool.v1 import gpuagent_pb2
 from tests.fixtures.patience import PATIENCE_S
@@ -166,3 +168,28 @@ def _use(one: Engine) -> tuple[int, int, int]:
         cache.match(chain)
     eventually_sync(lambda: not any(thread.name == "kvpool-client" for thread in threading.enumerate()))
     return found.matched_chunks, report.loaded_chunks, stored.stored_chunks
+
+
+@pytest.mark.parametrize("name", ["match", "load", "start_load", "store"])
+def test_a_blocking_call_is_presented_as_one_and_takes_what_the_asynchronous_one_takes(name: str) -> None:
+    blocking = inspect.signature(getattr(Pool, name))
+    assert blocking.parameters == inspect.signature(getattr(AsyncPool, name)).parameters
+    text = f"{blocking.return_annotation} {inspect.getdoc(getattr(Pool, name))}"
+    assert not [word for word in ("Coroutine", "Async", "async", "cancellation") if word in text]
+
+
+def cache() -> kvpool.PagedCache:
+    model = kvpool.Model("tiny", "1", layers=2, kv_heads=2, head_dim=16)
+    return kvpool.PagedCache.in_shared_memory(model, layout="vllm", block_size=16, block_count=4)
+
+
+@pytest.mark.parametrize("address", ["/tmp/agent.sock", "localhost", "unix:", "", "dns:1", "127.0.0.1:99999"])
+def test_an_address_of_another_form_is_refused_with_the_forms_there_are(address: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"agent must be host:port .* or unix: and an absolute path"):
+        kvpool.connect(address, cache())
+
+
+@pytest.mark.parametrize("address", ["unix:/nonexistent/agent.sock", "unix:nonexistent.sock", "127.0.0.1:1"])
+def test_where_there_is_no_agent_the_error_says_what_to_do(address: str) -> None:
+    with pytest.raises(ServiceUnavailable, match=f"no agent can be reached at {address}; .*`kvpool cluster up`"):
+        kvpool.connect(address, cache(), config=kvpool.ClientConfig(connect_timeout_s=PATIENCE_S))

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvpool.core.errors import InvalidRequest
 from kvpool.core.tracing import NO_TRACER, Tracer
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class ClientConfig:
     tracer: Tracer = field(default_factory=_default_tracer, repr=False, compare=False)  # by default of the process
 
     def __post_init__(self) -> None:
+        """raises: InvalidRequest naming the field."""
         for name in (
             "call_timeout_s",
             "match_timeout_s",
@@ -59,9 +61,9 @@ class ClientConfig:
             "keepalive_time_s",
         ):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+                raise InvalidRequest(f"{name} must be > 0, got {getattr(self, name)}")
         if self.backoff_max_s < self.backoff_initial_s:
-            raise ValueError(f"backoff_max_s must be at least backoff_initial_s, got {self.backoff_max_s}")
+            raise InvalidRequest(f"backoff_max_s must be at least backoff_initial_s, got {self.backoff_max_s}")
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -87,8 +87,9 @@ class AsyncPool:
         """Share a cache through the agent at `agent` ("unix:/path" or "host:port").
 
         engine_name, keyspace_name: what operators see; by default the process's id, and a name made of the model.
-        raises: what `open` raises.
+        raises: what `open` raises; InvalidRequest also for an address of another form.
         """
+        _check_agent(agent)
         if config is None:
             config = ClientConfig(tls=None if is_unix(agent) else _tls_from_environment())
             if cache.on_gpu:
@@ -102,7 +103,15 @@ class AsyncPool:
             regions=cache.regions,
             events=cache.events,
         )
-        return await cls.open(registration, config, cache=cache)
+        try:
+            return await cls.open(registration, config, cache=cache)
+        except ServiceUnavailable as error:
+            if type(error) is not ServiceUnavailable:  # those of TLS say what to do
+                raise
+            raise ServiceUnavailable(
+                f"no agent can be reached at {agent}; start one with `kvpool cluster up`, or correct the address "
+                f"({error.message.removesuffix(f'; {error.advice}')})"
+            ) from error
 
     @classmethod
     async def open(
@@ -325,8 +334,7 @@ class AsyncPool:
         bytes until the handle is released; decoding goes on meanwhile.
 
         first_chunk, end_chunk: chunks [first_chunk, end_chunk) instead.
-        retention: of all chunks, or of ranges of the prompt's tokens; a chunk takes what keeps it longest of all that
-        touch it. None: as the keyspace says.
+        retention: how long and how eagerly all these chunks are kept. None: as the keyspace says.
         still_valid: called each time blocks were copied out: whether all blocks of this store held their bytes until
         then, else they are not stored; may be an async function. None: they do until they are released.
         timeout_s: until the result says what is known by then; the store itself goes on.
@@ -447,6 +455,15 @@ class AsyncPool:
                 except Exception:
                     _log.exception("reconnecting to the agent failed and is tried again")
             backoff.reset()
+
+
+def _check_agent(agent: str) -> None:
+    """Raises InvalidRequest for an address that gRPC would take for the name of a host. A socket's path may be
+    relative."""
+    if not agent.startswith("unix:") or agent == "unix:":
+        from kvpool.core.addresses import check_endpoint  # most agents are at a unix socket
+
+        check_endpoint(agent, "agent")
 
 
 def _tls_from_environment() -> TlsCredentials | None:

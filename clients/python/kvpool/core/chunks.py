@@ -39,8 +39,8 @@ Int64s = npt.NDArray[np.int64]
 class Extra:
     """What else than tokens the KV of a chunk depends on.
 
-    type: EXTRA_LORA, EXTRA_MULTIMODAL or EXTRA_SALT. data: bytes that identify it (a content hash, not a name that may
-    be reused). Records of a chunk are sorted, so whatever position matters must be inside: see `multimodal_extra`.
+    type: 1 (LoRA adapter), 2 (multimodal) or 3 (salt). data: bytes that identify it (a content hash, not a name that
+    may be reused). Records of a chunk are sorted, so whatever position matters must be inside: see `multimodal_extra`.
     """
 
     type: int

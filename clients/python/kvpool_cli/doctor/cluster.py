@@ -167,7 +167,9 @@ def examine_packages() -> Iterator[Finding]:
         if least and _numbers(found) < _numbers(least):
             wrong.append(f"{name.strip()} {found} is older than {least}")
     if wrong:
-        yield failure("packages", "; ".join(wrong), "pip install --upgrade kvpool, in this environment")
+        yield failure(
+            "packages", "; ".join(wrong), "pip install /path/to/checkout, or the path of a wheel, in this environment"
+        )
     else:
         yield ok("packages", f"{len(needed)} packages that kvpool needs are there")
 

@@ -21,11 +21,8 @@ _SKEW_S = 2.0
 
 def examine_redis(url: str) -> Iterator[Finding]:
     """Every server that the URL names; of Sentinels, the master that they name. raises: nothing."""
-    try:
-        import redis
-    except ImportError:
-        yield skipped("redis", "the package redis is not installed here", "pip install 'kvpool[cli]'")
-        return
+    import redis
+
     try:
         servers = list(_servers(redis, url))
     except (redis.RedisError, OSError, ValueError) as error:
