@@ -21,9 +21,18 @@ CHUNK = 256
 class Server(ThreadingHTTPServer):
     """Continues a prompt by a sum of its tokens; `salt` stands for KV that was changed on its way."""
 
-    def __init__(self, pool: set[tuple[int, ...]], *, salt: int = 0, reports: bool = True) -> None:
+    def __init__(
+        self,
+        pool: set[tuple[int, ...]],
+        *,
+        salt: int = 0,
+        reports: bool = True,
+        context_tokens: int = 4096,
+        api_key: str = "",
+    ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.pool, self.salt, self.reports = pool, salt, reports
+        self.context_tokens, self.api_key = context_tokens, api_key
         self.prompts: list[list[int]] = []
         self.own: set[tuple[int, ...]] = set()
 
@@ -58,10 +67,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-        document = self.server.document(self.path, body)
-        self.send_response(404 if document is None else 200)
+        key = self.headers.get("Authorization", "")
+        if self.path.startswith("/v1") and key != (self.server.api_key and f"Bearer {self.server.api_key}"):
+            self.answer(401, f"Unauthorized {key}")
+        elif (
+            len(body.get("prompt", ())) * (self.path != "/tokenize") + body.get("max_tokens", 0)
+            > self.server.context_tokens
+        ):
+            self.answer(400, f"maximum context length is {self.server.context_tokens}\x1b[2J\n" + "x" * 10_000)
+        else:
+            document = self.server.document(self.path, body)
+            self.answer(404 if document is None else 200, json.dumps(document))
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
         self.end_headers()
-        self.wfile.write(json.dumps(document).encode())
+        self.wfile.write(text.encode())
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -85,6 +106,7 @@ Start = Callable[[Server], str]
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(canary, "_WAITS_S", (0.0, 0.0))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with ExitStack() as stack:
         yield lambda server: stack.enter_context(serving(server))
 
@@ -162,3 +184,33 @@ def test_what_is_not_such_a_file_or_server_is_one_line(
     assert "is not what --save wrote" in capsys.readouterr().err
     assert run_command(["doctor", "--canary", "--server", "http://127.0.0.1:1", "--second", "http://a"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_what_a_server_says_when_it_refuses_is_shown_in_one_line(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = start(Server(set(), context_tokens=1024))
+    assert run_command(["doctor", "--canary", "--server", url, "--second", "http://a"]) == 1
+    said = capsys.readouterr().err
+    assert f"{url}/v1/completions answers 400: maximum context length is 1024?[2J x" in said
+    assert "does not answer" not in said
+    assert len(said) < 500 and len(said.splitlines()) == 1
+
+
+def test_an_api_key_comes_from_an_option_or_the_environment_and_is_not_shown(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool: set[tuple[int, ...]] = set()
+    urls = [start(Server(pool, api_key="sk-right")) for _ in range(2)]
+    argv = ["doctor", "--canary", "--server", urls[0], "--second", urls[1]]
+    assert run_command(argv) == 1
+    said = capsys.readouterr().err
+    assert "answers 401: Unauthorized" in said and "OPENAI_API_KEY" in said
+    assert run_command([*argv, "--api-key", "sk-right"]) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-right\n")
+    assert run_command(argv) == 0
+    capsys.readouterr()
+    for wrong, code in (("sk-wrong", 1), ("sk-wr\nong", 2), ("sk-wröng", 2)):
+        assert run_command([*argv, "--api-key", wrong]) == code
+        shown = capsys.readouterr()
+        assert "sk-w" not in shown.out + shown.err

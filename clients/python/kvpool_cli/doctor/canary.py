@@ -11,33 +11,20 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any
-from urllib.request import Request, urlopen
 
+from kvpool_cli.doctor.engine_server import Answer, EngineServer
 from kvpool_cli.doctor.finding import Finding, failure, ok
 from kvpool_cli.errors import CommandFailed, UsageFailed
-from kvpool_cli.prompts import tokenized_by_server
 
 SAVE_VERSION = 1
 PREFIX_TOKENS = 2048  # a multiple of every usual chunk size
 _TAIL_TOKENS = 15  # less than any engine's block: nothing after the prefix can be loaded
 _OUTPUT_TOKENS = 32
 _WAITS_S = (2.0, 5.0, 15.0)  # before the second server is asked: stores go on after an answer
-_TIMEOUT_S = 120.0
-_ANSWER_BYTES_MAX = 16 << 20
 _WORDS = ("river", "stone", "paper", "light", "engine", "garden", "seven", "market", "winter", "copper", "letter")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A continuation. tokens: ids, or the text where the server returns no ids; cached_tokens: None if not reported."""
-
-    tokens: tuple[int | str, ...]
-    cached_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,26 +36,26 @@ class Reference:
     answer: Answer
 
 
-def canary(server: str, second: str) -> Iterator[Finding]:
+def canary(server: EngineServer, second: EngineServer) -> Iterator[Finding]:
     """Two servers, now."""
-    if server.rstrip("/") == second.rstrip("/"):
+    if server.url == second.url:
         raise UsageFailed("--second is --server: name another server, or use --save, a restart and --expect")
     for wait_s in _WAITS_S:
         reference = compute(server)
         time.sleep(wait_s)
-        answer = _complete(second, reference.prompt, _OUTPUT_TOKENS)
+        answer = second.complete(reference.prompt, _OUTPUT_TOKENS)
         if answer.cached_tokens is None or answer.cached_tokens:
             break
-    yield compare(reference, second, answer)
+    yield compare(reference, second.url, answer)
 
 
-def canary_of_file(server: str, file: Path) -> Iterator[Finding]:
+def canary_of_file(server: EngineServer, file: Path) -> Iterator[Finding]:
     """One server after its restart, or another one, and what was saved before."""
     reference = _read(file)
-    yield compare(reference, server, _complete(server, reference.prompt, _OUTPUT_TOKENS))
+    yield compare(reference, server.url, server.complete(reference.prompt, _OUTPUT_TOKENS))
 
 
-def save(server: str, file: Path) -> Iterator[Finding]:
+def save(server: EngineServer, file: Path) -> Iterator[Finding]:
     """Compute, and keep for a later run."""
     reference = compute(server)
     try:
@@ -78,14 +65,14 @@ def save(server: str, file: Path) -> Iterator[Finding]:
     yield ok("canary", f"{server} computed {len(reference.prompt)} tokens; restart it and run with --expect {file}")
 
 
-def compute(server: str) -> Reference:
+def compute(server: EngineServer) -> Reference:
     """A prompt that was never asked before, computed up to the end of its prefix and then from there."""
     words = random.SystemRandom().choices(_WORDS, k=PREFIX_TOKENS + _TAIL_TOKENS)
-    prompt = tuple(tokenized_by_server(server, " ".join(words))[: PREFIX_TOKENS + _TAIL_TOKENS])
+    prompt = tuple(server.tokenize(" ".join(words))[: PREFIX_TOKENS + _TAIL_TOKENS])
     if len(prompt) < PREFIX_TOKENS + _TAIL_TOKENS:
         raise CommandFailed(f"{server} makes {len(prompt)} tokens of {len(words)} words")
-    _complete(server, prompt[:PREFIX_TOKENS], 1)
-    return Reference(server=server, prompt=prompt, answer=_complete(server, prompt, _OUTPUT_TOKENS))
+    server.complete(prompt[:PREFIX_TOKENS], 1)
+    return Reference(server=server.url, prompt=prompt, answer=server.complete(prompt, _OUTPUT_TOKENS))
 
 
 def compare(reference: Reference, server: str, answer: Answer) -> Finding:
@@ -115,51 +102,6 @@ def compare(reference: Reference, server: str, answer: Answer) -> Finding:
         f"{where}; its greedy tokens differ from those of {reference.server} from number {at} on{rounding}",
         "do not share KV between these servers: take the connector out, `kvpool cache clear` the keyspace, report it",
     )
-
-
-def _complete(server: str, prompt: Sequence[int], output_tokens: int) -> Answer:
-    base = server.rstrip("/").removesuffix("/v1") + "/v1"
-    body = {
-        "model": _first_model(base),
-        "prompt": list(prompt),
-        "max_tokens": output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    document = _call(f"{base}/completions", body)
-    try:
-        choice, usage = document["choices"][0], document["usage"]
-        details = usage.get("prompt_tokens_details") or {}
-        tokens = choice.get("token_ids") or [choice["text"]]
-        return Answer(tokens=tuple(tokens), cached_tokens=details.get("cached_tokens"))
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CommandFailed(f"{base}/completions does not answer as OpenAI's API does: {error!r}") from error
-
-
-def _first_model(base: str) -> str:
-    try:
-        return str(_call(f"{base}/models")["data"][0]["id"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise CommandFailed(f"{base}/models names no model: {error}") from error
-
-
-def _call(url: str, body: Mapping[str, Any] | None = None) -> Any:
-    data = json.dumps(body).encode() if body is not None else None
-    deadline_s = time.monotonic() + _TIMEOUT_S
-    try:
-        request = Request(url, data=data, headers={"Content-Type": "application/json"})
-        if request.type not in ("http", "https"):
-            raise UsageFailed(f"{url} wants http:// or https://")
-        answer_bytes = bytearray()
-        with urlopen(request, timeout=_TIMEOUT_S) as answer:
-            while piece := answer.read1(1 << 16):
-                answer_bytes += piece
-                if time.monotonic() > deadline_s or len(answer_bytes) > _ANSWER_BYTES_MAX:
-                    raise TimeoutError(f"no end of the answer within {_TIMEOUT_S:g} s")
-        return json.loads(answer_bytes)
-    except (HTTPException, OSError, ValueError) as error:
-        raise CommandFailed(f"{url} does not answer: {error}") from error
 
 
 def _read(file: Path) -> Reference:
