@@ -19,28 +19,41 @@ CHUNK = 256
 
 
 class Server(ThreadingHTTPServer):
-    """Continues a prompt by a sum of its tokens; `salt` stands for KV that was changed on its way."""
+    """Continues a prompt by a sum of its tokens, as vLLM with a connector does; each chunk is its own or the pool's.
+
+    pool: None for a server without a connector. salt: stands for KV that was changed on its way. reports: whether it
+    says how many tokens were cached. counts: whether /metrics has the counters of hits. caches: whether it has a cache
+    of its own. other_hits: tokens that other requests have from either cache while one is answered.
+    """
 
     def __init__(
         self,
-        pool: set[tuple[int, ...]],
+        pool: set[tuple[int, ...]] | None,
         *,
         salt: int = 0,
         reports: bool = True,
+        counts: bool = True,
+        caches: bool = True,
+        other_hits: int = 0,
+        started_s: float = 1.7958757299e09,
         context_tokens: int = 4096,
         api_key: str = "",
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.pool, self.salt, self.reports = pool, salt, reports
+        self.counts, self.caches, self.other_hits, self.started_s = counts, caches, other_hits, started_s
         self.context_tokens, self.api_key = context_tokens, api_key
         self.prompts: list[list[int]] = []
         self.own: set[tuple[int, ...]] = set()
+        self.own_hits = self.connector_hits = 0
 
-    def document(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    def document(self, path: str, body: dict[str, Any]) -> dict[str, Any] | str | None:
         if path == "/tokenize":
             return {"tokens": [1, *(sum(word.encode()) for word in body["prompt"].split())]}
         if path == "/v1/models":
             return {"data": [{"id": "tiny"}]}
+        if path == "/metrics":
+            return self.metrics()
         if path != "/v1/completions":
             return None
         assert body["temperature"] == 0 and body["model"] == "tiny"
@@ -48,15 +61,33 @@ class Server(ThreadingHTTPServer):
         self.prompts.append(prompt)
         prefixes = [tuple(prompt[:end]) for end in range(CHUNK, len(prompt) + 1, CHUNK)]
         cached = max((len(each) for each in prefixes if each in self.own), default=0)
-        loaded = max((len(each) for each in prefixes if each in self.pool), default=0)
-        self.own.update(prefixes)
+        loaded = max((len(each) for each in prefixes if each in (self.pool or ())), default=0)
+        self.own_hits += cached + self.other_hits
+        self.connector_hits += max(0, loaded - cached) + self.other_hits
         wrong = self.salt if loaded > cached else 0
-        self.pool.update(prefixes)
+        if self.caches:
+            self.own.update(prefixes)
+        if self.pool is not None:
+            self.pool.update(prefixes)
         usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
         if self.reports:
             usage["prompt_tokens_details"] = {"cached_tokens": max(cached, loaded)}
         tokens = [sum(prompt) % 1000 + number + (wrong if number > 3 else 0) for number in range(body["max_tokens"])]
         return {"choices": [{"text": "", "token_ids": tokens}], "usage": usage}
+
+    def metrics(self) -> str | None:
+        labels = '{engine="0",model_name="tiny"}'
+        return (
+            f"""# TYPE process_start_time_seconds gauge
+process_start_time_seconds {self.started_s}
+# TYPE vllm:prefix_cache_hits_total counter
+vllm:prefix_cache_hits_total{labels} {float(self.own_hits)}
+# TYPE vllm:external_prefix_cache_hits_total counter
+vllm:external_prefix_cache_hits_total{labels} {float(self.connector_hits)}
+"""
+            if self.counts
+            else None
+        )
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -77,7 +108,9 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(400, f"maximum context length is {self.server.context_tokens}\x1b[2J\n" + "x" * 10_000)
         else:
             document = self.server.document(self.path, body)
-            self.answer(404 if document is None else 200, json.dumps(document))
+            self.answer(
+                404 if document is None else 200, document if isinstance(document, str) else json.dumps(document)
+            )
 
     def answer(self, status: int, text: str) -> None:
         self.send_response(status)
@@ -156,7 +189,67 @@ def test_a_restarted_server_is_compared_with_what_was_saved(
     pool: set[tuple[int, ...]] = set()
     file = tmp_path / "canary.json"
     assert doctor(capsys, "--server", start(Server(pool)), "--save", str(file))[0] == 0
-    assert doctor(capsys, "--server", start(Server(pool, salt=salt)), "--expect", str(file))[0] == code
+    restarted = start(Server(pool, salt=salt, started_s=2e9))
+    assert doctor(capsys, "--server", restarted, "--expect", str(file))[0] == code
+
+
+def test_a_second_run_against_one_restart_proves_nothing(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool: set[tuple[int, ...]] = set()
+    file = tmp_path / "canary.json"
+    assert doctor(capsys, "--server", start(Server(pool)), "--save", str(file))[0] == 0
+    restarted = start(Server(pool, started_s=2e9))
+    assert doctor(capsys, "--server", restarted, "--expect", str(file))[0] == 0
+    code, document = doctor(capsys, "--server", restarted, "--expect", str(file))
+    [finding] = document["findings"]
+    assert (code, finding["level"]) == (1, "error")
+    assert "had 2048 cached tokens, of which a connector loaded 0" in finding["message"]
+    assert "restart the server before each run" in finding["remediation"]
+
+
+def test_a_server_that_was_not_restarted_proves_nothing(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(None)
+    url, file = start(server), tmp_path / "canary.json"
+    assert doctor(capsys, "--server", url, "--save", str(file))[0] == 0
+    prompts = len(server.prompts)
+    code, document = doctor(capsys, "--server", f"{url}/v1/", "--expect", str(file))
+    assert (code, document["errors"]) == (1, 1)
+    assert "was not restarted" in document["findings"][0]["message"]
+    assert len(server.prompts) == prompts
+
+
+def test_two_addresses_of_one_server_prove_nothing(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    url = start(Server(None))
+    code, document = doctor(capsys, "--server", url, "--second", url.replace("127.0.0.1", "localhost"))
+    assert (code, document["errors"]) == (1, 1)
+    assert "own cache" in document["findings"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "other_hits", "part"),
+    [(False, 0, "has no vllm:external_prefix_cache_hits_total"), (True, 4096, "served other requests")],
+)
+def test_cached_tokens_of_unknown_source_are_a_warning(
+    counts: bool, other_hits: int, part: str, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for salt, code in ((0, 0), (7, 1)):
+        pool: set[tuple[int, ...]] = set()
+        second = Server(pool, counts=counts, other_hits=other_hits, salt=salt)
+        found, document = doctor(capsys, "--server", start(Server(pool)), "--second", start(second))
+        uncertain, compared = document["findings"]
+        assert (found, uncertain["level"], compared["level"]) == (code, "warning", "error" if code else "ok")
+        assert part in uncertain["message"]
+
+
+def test_a_reference_that_was_loaded_is_refused(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    pool: set[tuple[int, ...]] = set()
+    argv = ["--server", start(Server(pool, caches=False)), "--second", start(Server(pool))]
+    code, document = doctor(capsys, *argv)
+    assert code == 1
+    assert "loaded 2048 tokens of the reference instead of computing them" in document["error"]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +260,7 @@ def test_a_restarted_server_is_compared_with_what_was_saved(
         ["doctor", "--canary", "--server", "http://a"],
         ["doctor", "--canary", "--server", "http://a", "--second", "http://b", "--save", "file"],
         ["doctor", "--canary", "--server", "http://a", "--second", "http://a/"],
+        ["doctor", "--canary", "--server", "http://a/v1", "--second", "http://a"],
         ["doctor", "--canary", "--server", "file:///etc", "--second", "http://a/"],
     ],
 )

@@ -12,28 +12,35 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kvpool_cli.doctor.engine_server import Answer, EngineServer
-from kvpool_cli.doctor.finding import Finding, failure, ok
+from kvpool_cli.doctor.engine_server import CONNECTOR_HITS, Answer, EngineServer, Source
+from kvpool_cli.doctor.finding import Finding, Level, failure, ok, warning
 from kvpool_cli.errors import CommandFailed, UsageFailed
 
-SAVE_VERSION = 1
+SAVE_VERSION = 2
 PREFIX_TOKENS = 2048  # a multiple of every usual chunk size
 _TAIL_TOKENS = 15  # less than any engine's block: nothing after the prefix can be loaded
 _OUTPUT_TOKENS = 32
 _WAITS_S = (2.0, 5.0, 15.0)  # before the second server is asked: stores go on after an answer
+_OTHER_PROCESS = "make sure that it is another process than --server"
+_RESTARTED = "restart the server before each run"
 _WORDS = ("river", "stone", "paper", "light", "engine", "garden", "seven", "market", "winter", "copper", "letter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What the first server made of a prompt, as saved for a run after its restart."""
+    """What the first server made of a prompt, as saved for a run after its restart.
+
+    process_start_s: of the server, since the epoch; None if it does not say.
+    """
 
     server: str
     prompt: tuple[int, ...]
     answer: Answer
+    process_start_s: float | None = None
 
 
 def canary(server: EngineServer, second: EngineServer) -> Iterator[Finding]:
@@ -46,20 +53,30 @@ def canary(server: EngineServer, second: EngineServer) -> Iterator[Finding]:
         answer = second.complete(reference.prompt, _OUTPUT_TOKENS)
         if answer.cached_tokens is None or answer.cached_tokens:
             break
-    yield compare(reference, second.url, answer)
+    yield from compare(reference, second.url, answer)
 
 
 def canary_of_file(server: EngineServer, file: Path) -> Iterator[Finding]:
     """One server after its restart, or another one, and what was saved before."""
     reference = _read(file)
-    yield compare(reference, server.url, server.complete(reference.prompt, _OUTPUT_TOKENS))
+    started_s = server.process_start_s()
+    # The same second at another address may be another server's: two that a script starts at once.
+    if started_s is not None and started_s == reference.process_start_s and server.url == reference.server:
+        yield failure(
+            "canary",
+            f"{server} was not restarted since --save and still has the prompt in its own cache, so that this proves "
+            "nothing",
+            "restart it, then run this again",
+        )
+        return
+    yield from compare(reference, server.url, server.complete(reference.prompt, _OUTPUT_TOKENS))
 
 
 def save(server: EngineServer, file: Path) -> Iterator[Finding]:
     """Compute, and keep for a later run."""
     reference = compute(server)
     try:
-        file.write_text(json.dumps({"version": SAVE_VERSION, **asdict(reference)}) + "\n")
+        file.write_text(json.dumps(_to_document(reference)) + "\n")
     except OSError as error:
         raise CommandFailed(f"{file} cannot be written: {error}") from error
     yield ok("canary", f"{server} computed {len(reference.prompt)} tokens; restart it and run with --expect {file}")
@@ -71,12 +88,28 @@ def compute(server: EngineServer) -> Reference:
     prompt = tuple(server.tokenize(" ".join(words))[: PREFIX_TOKENS + _TAIL_TOKENS])
     if len(prompt) < PREFIX_TOKENS + _TAIL_TOKENS:
         raise CommandFailed(f"{server} makes {len(prompt)} tokens of {len(words)} words")
-    server.complete(prompt[:PREFIX_TOKENS], 1)
-    return Reference(server=server.url, prompt=prompt, answer=server.complete(prompt, _OUTPUT_TOKENS))
+    prefix, answer = server.complete(prompt[:PREFIX_TOKENS], 1), server.complete(prompt, _OUTPUT_TOKENS)
+    for each in (prefix, answer):
+        if each.source is Source.CONNECTOR:
+            raise CommandFailed(
+                f"{server} loaded {each.cached_tokens} tokens of the reference instead of computing them, so that this "
+                "proves nothing; start it with its own prefix caching, or compute on another server"
+            )
+    return Reference(server=server.url, prompt=prompt, answer=answer, process_start_s=server.process_start_s())
 
 
-def compare(reference: Reference, server: str, answer: Answer) -> Finding:
+def compare(reference: Reference, server: str, answer: Answer) -> Iterator[Finding]:
     """What the two continuations say."""
+    unproven = _unproven(reference, server, answer)
+    if unproven is not None:
+        yield unproven
+        if unproven.level is Level.ERROR:
+            return
+    yield _equality(reference, server, answer)
+
+
+def _unproven(reference: Reference, server: str, answer: Answer) -> Finding | None:
+    """Why the answer does not prove that the pool served it: an error, or a warning if that is not certain."""
     if answer.cached_tokens is None:
         return failure(
             "canary",
@@ -89,6 +122,24 @@ def compare(reference: Reference, server: str, answer: Answer) -> Finding:
             f"{server} loaded nothing of what {reference.server} computed, so that this proves nothing",
             "check that both have kvpool's connector, one index, the same weights and KV cache settings",
         )
+    if answer.hits is not None and answer.source is Source.OWN_CACHE:
+        return failure(
+            "canary",
+            f"{server} had {answer.cached_tokens} cached tokens, of which a connector loaded "
+            f"{answer.hits.connector_tokens}: the others were in its own cache, so that this proves nothing",
+            f"with --second {_OTHER_PROCESS}; with --expect {_RESTARTED}",
+        )
+    if answer.source is Source.UNKNOWN:
+        reason = f"has no {CONNECTOR_HITS}" if answer.hits is None else "served other requests meanwhile"
+        return warning(
+            "canary",
+            f"{server} {reason}: tokens from the pool cannot be told apart from those in its own cache",
+            f"with --second {_OTHER_PROCESS}; with --expect {_RESTARTED}",
+        )
+    return None
+
+
+def _equality(reference: Reference, server: str, answer: Answer) -> Finding:
     where = f"{server} loaded {answer.cached_tokens} of {len(reference.prompt)} tokens"
     expected, got = reference.answer.tokens, answer.tokens
     if expected == got:
@@ -104,12 +155,28 @@ def compare(reference: Reference, server: str, answer: Answer) -> Finding:
     )
 
 
+def _to_document(reference: Reference) -> dict[str, Any]:
+    answer = reference.answer
+    return {
+        "version": SAVE_VERSION,
+        "server": reference.server,
+        "process_start_s": reference.process_start_s,
+        "prompt": reference.prompt,
+        "answer": {"tokens": answer.tokens, "cached_tokens": answer.cached_tokens},
+    }
+
+
 def _read(file: Path) -> Reference:
     try:
         raw = json.loads(file.read_text())
         if raw["version"] != SAVE_VERSION:
             raise ValueError("another version")
         answer = Answer(tokens=tuple(raw["answer"]["tokens"]), cached_tokens=raw["answer"]["cached_tokens"])
-        return Reference(server=raw["server"], prompt=tuple(raw["prompt"]), answer=answer)
+        return Reference(
+            server=raw["server"],
+            prompt=tuple(raw["prompt"]),
+            answer=answer,
+            process_start_s=raw["process_start_s"],
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CommandFailed(f"{file} is not what --save wrote: {error}") from error
