@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +23,9 @@ class Server(ThreadingHTTPServer):
 
     pool: None for a server without a connector. salt: stands for KV that was changed on its way. reports: whether it
     says how many tokens were cached. counts: whether /metrics has the counters of hits. caches: whether it has a cache
-    of its own. other_hits: tokens that other requests have from either cache while one is answered.
+    of its own. other_hits: tokens that other requests have from either cache while one is answered. stores: up to which
+    token it stores the two prompts of each attempt; empty: all. owner: of the model; only vLLM knows a request's
+    options. obeys: whether the connector knows kvpool's.
     """
 
     def __init__(
@@ -35,6 +37,9 @@ class Server(ThreadingHTTPServer):
         counts: bool = True,
         caches: bool = True,
         other_hits: int = 0,
+        stores: Sequence[int] = (),
+        owner: str = "vllm",
+        obeys: bool = True,
         started_s: float = 1.7958757299e09,
         context_tokens: int = 4096,
         api_key: str = "",
@@ -42,7 +47,9 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.pool, self.salt, self.reports = pool, salt, reports
         self.counts, self.caches, self.other_hits, self.started_s = counts, caches, other_hits, started_s
+        self.stores, self.owner, self.obeys = stores, owner, obeys
         self.context_tokens, self.api_key = context_tokens, api_key
+        self.options: list[dict[str, Any]] = []
         self.prompts: list[list[int]] = []
         self.own: set[tuple[int, ...]] = set()
         self.own_hits = self.connector_hits = 0
@@ -51,24 +58,30 @@ class Server(ThreadingHTTPServer):
         if path == "/tokenize":
             return {"tokens": [1, *(sum(word.encode()) for word in body["prompt"].split())]}
         if path == "/v1/models":
-            return {"data": [{"id": "tiny"}]}
+            return {"data": [{"id": "tiny", "owned_by": self.owner}]}
         if path == "/metrics":
             return self.metrics()
         if path != "/v1/completions":
             return None
         assert body["temperature"] == 0 and body["model"] == "tiny"
-        prompt = body["prompt"]
+        assert self.owner == "vllm" or "kv_transfer_params" not in body
+        prompt, options = body["prompt"], body.get("kv_transfer_params", {}).get("kvpool", {})
+        attempt = len(self.prompts) // 2
         self.prompts.append(prompt)
+        self.options.append(options)
         prefixes = [tuple(prompt[:end]) for end in range(CHUNK, len(prompt) + 1, CHUNK)]
         cached = max((len(each) for each in prefixes if each in self.own), default=0)
         loaded = max((len(each) for each in prefixes if each in (self.pool or ())), default=0)
+        if self.obeys and not options.get("load", True):
+            loaded = 0
         self.own_hits += cached + self.other_hits
         self.connector_hits += max(0, loaded - cached) + self.other_hits
         wrong = self.salt if loaded > cached else 0
         if self.caches:
             self.own.update(prefixes)
         if self.pool is not None:
-            self.pool.update(prefixes)
+            stored_tokens = self.stores[attempt] if self.stores else len(prompt)
+            self.pool.update(each for each in prefixes if len(each) <= stored_tokens)
         usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
         if self.reports:
             usage["prompt_tokens_details"] = {"cached_tokens": max(cached, loaded)}
@@ -138,7 +151,7 @@ Start = Callable[[Server], str]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(canary, "_WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(canary, "_WAITS_S", (0.0, 0.0, 0.0))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with ExitStack() as stack:
         yield lambda server: stack.enter_context(serving(server))
@@ -179,7 +192,40 @@ def test_nothing_loaded_proves_nothing(
     code, document = doctor(capsys, "--server", start(Server(set())), "--second", start(second))
     assert code == 1
     assert part in document["findings"][0]["message"] and "proves nothing" in document["findings"][0]["message"]
-    assert len({tuple(each) for each in second.prompts}) == (2 if reports else 1), "each attempt has its own prompt"
+    assert len({tuple(each) for each in second.prompts}) == (3 if reports else 1), "each attempt has its own prompt"
+
+
+@pytest.mark.parametrize(
+    ("stores", "loaded", "attempts"),
+    [((256, 1024, 2048), 2048, 3), ((1024, 2048), 2048, 2), ((1024, 1024), 1024, 2), ((0, 1024, 1280), 1280, 3)],
+)
+def test_a_part_is_compared_only_when_no_more_comes(
+    stores: Sequence[int], loaded: int, attempts: int, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool: set[tuple[int, ...]] = set()
+    second = Server(pool)
+    code, document = doctor(capsys, "--server", start(Server(pool, stores=stores)), "--second", start(second))
+    [finding] = document["findings"]
+    assert code == 0 and f"loaded {loaded} of 2063 tokens" in finding["message"]
+    assert len(second.prompts) == attempts
+
+
+def test_prompts_leave_the_pool_by_themselves_and_the_reference_is_not_loaded(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool: set[tuple[int, ...]] = set()
+    first, second, saved = Server(pool, caches=False), Server(pool), Server(pool)
+    assert doctor(capsys, "--server", start(first), "--second", start(second))[0] == 0
+    assert doctor(capsys, "--server", start(saved), "--save", str(tmp_path / "canary.json"))[0] == 0
+    assert first.options == [{"load": False, "ttl_s": 3600}] * 2
+    assert second.options == [{"ttl_s": 3600}]
+    assert saved.options == [{"load": False, "ttl_s": 86400}] * 2
+
+
+def test_other_engines_get_no_options(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    pool: set[tuple[int, ...]] = set()
+    urls = [start(Server(pool, owner="sglang", counts=False)) for _ in range(2)]
+    assert doctor(capsys, "--server", urls[0], "--second", urls[1])[0] == 0
 
 
 @pytest.mark.parametrize(("salt", "code"), [(0, 0), (7, 1)])
@@ -246,7 +292,7 @@ def test_cached_tokens_of_unknown_source_are_a_warning(
 
 def test_a_reference_that_was_loaded_is_refused(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     pool: set[tuple[int, ...]] = set()
-    argv = ["--server", start(Server(pool, caches=False)), "--second", start(Server(pool))]
+    argv = ["--server", start(Server(pool, caches=False, obeys=False)), "--second", start(Server(pool))]
     code, document = doctor(capsys, *argv)
     assert code == 1
     assert "loaded 2048 tokens of the reference instead of computing them" in document["error"]

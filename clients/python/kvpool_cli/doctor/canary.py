@@ -24,6 +24,8 @@ SAVE_VERSION = 2
 PREFIX_TOKENS = 2048  # a multiple of every usual chunk size
 _TAIL_TOKENS = 15  # less than any engine's block: nothing after the prefix can be loaded
 _OUTPUT_TOKENS = 32
+_TTL_S = 3600  # after which prompts leave the pool
+_SAVED_TTL_S = 24 * 3600  # of those that wait for a restart
 _WAITS_S = (2.0, 5.0, 15.0)  # before the second server is asked: stores go on after an answer
 _OTHER_PROCESS = "make sure that it is another process than --server"
 _RESTARTED = "restart the server before each run"
@@ -47,12 +49,17 @@ def canary(server: EngineServer, second: EngineServer) -> Iterator[Finding]:
     """Two servers, now."""
     if server.url == second.url:
         raise UsageFailed("--second is --server: name another server, or use --save, a restart and --expect")
+    loaded_before = 0
     for wait_s in _WAITS_S:
-        reference = compute(server)
+        reference = compute(server, _TTL_S)
         time.sleep(wait_s)
-        answer = second.complete(reference.prompt, _OUTPUT_TOKENS)
-        if answer.cached_tokens is None or answer.cached_tokens:
+        answer = second.complete(reference.prompt, _OUTPUT_TOKENS, {"ttl_s": _TTL_S})
+        loaded = answer.cached_tokens or 0
+        if answer.cached_tokens is None or answer.source is Source.OWN_CACHE or loaded >= PREFIX_TOKENS:
             break
+        if 0 < loaded == loaded_before:  # a longer wait does not help
+            break
+        loaded_before = loaded
     yield from compare(reference, second.url, answer)
 
 
@@ -69,12 +76,12 @@ def canary_of_file(server: EngineServer, file: Path) -> Iterator[Finding]:
             "restart it, then run this again",
         )
         return
-    yield from compare(reference, server.url, server.complete(reference.prompt, _OUTPUT_TOKENS))
+    yield from compare(reference, server.url, server.complete(reference.prompt, _OUTPUT_TOKENS, {"ttl_s": _TTL_S}))
 
 
 def save(server: EngineServer, file: Path) -> Iterator[Finding]:
     """Compute, and keep for a later run."""
-    reference = compute(server)
+    reference = compute(server, _SAVED_TTL_S)
     try:
         file.write_text(json.dumps(_to_document(reference)) + "\n")
     except OSError as error:
@@ -82,13 +89,15 @@ def save(server: EngineServer, file: Path) -> Iterator[Finding]:
     yield ok("canary", f"{server} computed {len(reference.prompt)} tokens; restart it and run with --expect {file}")
 
 
-def compute(server: EngineServer) -> Reference:
+def compute(server: EngineServer, ttl_s: int) -> Reference:
     """A prompt that was never asked before, computed up to the end of its prefix and then from there."""
     words = random.SystemRandom().choices(_WORDS, k=PREFIX_TOKENS + _TAIL_TOKENS)
     prompt = tuple(server.tokenize(" ".join(words))[: PREFIX_TOKENS + _TAIL_TOKENS])
     if len(prompt) < PREFIX_TOKENS + _TAIL_TOKENS:
         raise CommandFailed(f"{server} makes {len(prompt)} tokens of {len(words)} words")
-    prefix, answer = server.complete(prompt[:PREFIX_TOKENS], 1), server.complete(prompt, _OUTPUT_TOKENS)
+    options = {"load": False, "ttl_s": ttl_s}  # what the pool returned would be compared with itself
+    prefix = server.complete(prompt[:PREFIX_TOKENS], 1, options)
+    answer = server.complete(prompt, _OUTPUT_TOKENS, options)
     for each in (prefix, answer):
         if each.source is Source.CONNECTOR:
             raise CommandFailed(

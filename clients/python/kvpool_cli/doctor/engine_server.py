@@ -64,6 +64,12 @@ class Answer:
         return Source.UNKNOWN
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    name: str
+    is_of_vllm: bool
+
+
 class EngineServer:
     """A server by its URL, with or without /v1. api_key: empty for none."""
 
@@ -72,7 +78,7 @@ class EngineServer:
             raise UsageFailed(f"{url} wants http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._api_key = check_api_key(api_key)
-        self._model = ""  # not asked yet
+        self._model: _Model | None = None  # not asked yet
 
     def __str__(self) -> str:
         return self.url
@@ -81,17 +87,24 @@ class EngineServer:
         """Special tokens as for a completion."""
         return tokenized_by_server(self.url, text, self._api_key)
 
-    def complete(self, prompt: Sequence[int], output_tokens: int) -> Answer:
-        """Greedy tokens after these. Raises CommandFailed."""
+    def complete(self, prompt: Sequence[int], output_tokens: int, kvpool: Mapping[str, Any]) -> Answer:
+        """Greedy tokens after these. Raises CommandFailed.
+
+        kvpool: options of the request for kvpool's connector in vLLM. vLLM accepts them without it; other engines may
+        refuse a request with a field that they do not know, and do not get them.
+        """
         address = f"{self.url}/v1/completions"
+        model = self._first_model()
         body = {
-            "model": self._first_model(),
+            "model": model.name,
             "prompt": list(prompt),
             "max_tokens": output_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
         }
+        if model.is_of_vllm:
+            body["kv_transfer_params"] = {"kvpool": dict(kvpool)}
         before = self._metrics()
         document = self._call(address, body)
         hits = _hits(before, self._metrics())
@@ -123,12 +136,13 @@ class EngineServer:
             return {}
         return samples
 
-    def _first_model(self) -> str:
-        if not self._model:
+    def _first_model(self) -> _Model:
+        if self._model is None:
             address = f"{self.url}/v1/models"
             try:
-                self._model = str(self._call(address)["data"][0]["id"])
-            except (KeyError, IndexError, TypeError) as error:
+                card = self._call(address)["data"][0]
+                self._model = _Model(name=str(card["id"]), is_of_vllm=card.get("owned_by") == "vllm")
+            except (KeyError, IndexError, TypeError, AttributeError) as error:
                 raise CommandFailed(f"{address} names no model: {error}") from error
         return self._model
 
