@@ -25,7 +25,7 @@ class Server(ThreadingHTTPServer):
     says how many tokens were cached. counts: whether /metrics has the counters of hits. caches: whether it has a cache
     of its own. other_hits: tokens that other requests have from either cache while one is answered. stores: up to which
     token it stores the two prompts of each attempt; empty: all. owner: of the model; only vLLM knows a request's
-    options. obeys: whether the connector knows kvpool's.
+    options. obeys: whether the connector knows kvpool's. returns_ids: whether it returns token ids beside the text.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Server(ThreadingHTTPServer):
         stores: Sequence[int] = (),
         owner: str = "vllm",
         obeys: bool = True,
+        returns_ids: bool = True,
         started_s: float = 1.7958757299e09,
         context_tokens: int = 4096,
         api_key: str = "",
@@ -47,7 +48,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.pool, self.salt, self.reports = pool, salt, reports
         self.counts, self.caches, self.other_hits, self.started_s = counts, caches, other_hits, started_s
-        self.stores, self.owner, self.obeys = stores, owner, obeys
+        self.stores, self.owner, self.obeys, self.returns_ids = stores, owner, obeys, returns_ids
         self.context_tokens, self.api_key = context_tokens, api_key
         self.options: list[dict[str, Any]] = []
         self.prompts: list[list[int]] = []
@@ -86,7 +87,8 @@ class Server(ThreadingHTTPServer):
         if self.reports:
             usage["prompt_tokens_details"] = {"cached_tokens": max(cached, loaded)}
         tokens = [sum(prompt) % 1000 + number + (wrong if number > 3 else 0) for number in range(body["max_tokens"])]
-        return {"choices": [{"text": "", "token_ids": tokens}], "usage": usage}
+        ids = {"token_ids": tokens} if self.returns_ids else {}
+        return {"choices": [{"text": " ".join(map(str, tokens)), **ids}], "usage": usage}
 
     def metrics(self) -> str | None:
         labels = '{engine="0",model_name="tiny"}'
@@ -180,8 +182,35 @@ def test_changed_kv_is_found(start: Start, capsys: pytest.CaptureFixture[str]) -
     code, document = doctor(capsys, "--server", start(Server(pool)), "--second", start(Server(pool, salt=7)))
     [finding] = document["findings"]
     assert (code, finding["level"]) == (1, "error")
-    assert "differ" in finding["message"] and "from number 4 on" in finding["message"]
-    assert "boundaries" not in finding["message"]
+    assert "differ" in finding["message"] and "from token 5 of 32 on" in finding["message"]
+    assert "rounding" not in finding["message"]
+
+
+@pytest.mark.parametrize(
+    ("first", "part"),
+    [
+        ({"reports": False}, "does not report where it began to compute"),
+        ({"caches": False}, "began to compute after 0 tokens"),
+    ],
+)
+def test_rounding_is_named_where_the_two_may_not_have_begun_at_one_token(
+    first: dict[str, Any], part: str, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool: set[tuple[int, ...]] = set()
+    urls = start(Server(pool, **first)), start(Server(pool, salt=7))
+    code, document = doctor(capsys, "--server", urls[0], "--second", urls[1])
+    assert code == 1
+    assert f"({urls[0]} {part}: rounding may be the cause)" in document["findings"][0]["message"]
+
+
+def test_texts_are_compared_where_a_server_returns_no_token_ids(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool: set[tuple[int, ...]] = set()
+    urls = start(Server(pool, returns_ids=False)), start(Server(pool, returns_ids=False, salt=7))
+    code, document = doctor(capsys, "--server", urls[0], "--second", urls[1])
+    assert code == 1
+    assert f"its greedy text differs from that of {urls[0]}" in document["findings"][0]["message"]
 
 
 @pytest.mark.parametrize(("reports", "part"), [(True, "loaded nothing"), (False, "does not report")])
@@ -192,6 +221,8 @@ def test_nothing_loaded_proves_nothing(
     code, document = doctor(capsys, "--server", start(Server(set())), "--second", start(second))
     assert code == 1
     assert part in document["findings"][0]["message"] and "proves nothing" in document["findings"][0]["message"]
+    remedy = document["findings"][0]["remediation"]
+    assert ("`load` is not never" in remedy and "vllm:kvpool_declined_chunks did not grow" in remedy) == reports
     assert len({tuple(each) for each in second.prompts}) == (3 if reports else 1), "each attempt has its own prompt"
 
 
@@ -237,6 +268,16 @@ def test_a_restarted_server_is_compared_with_what_was_saved(
     assert doctor(capsys, "--server", start(Server(pool)), "--save", str(file))[0] == 0
     restarted = start(Server(pool, salt=salt, started_s=2e9))
     assert doctor(capsys, "--server", restarted, "--expect", str(file))[0] == code
+
+
+@pytest.mark.parametrize(("reports", "levels"), [(True, ["ok"]), (False, ["warning", "ok"])])
+def test_saving_warns_of_a_server_that_does_not_report_cached_tokens(
+    reports: bool, levels: list[str], start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = start(Server(set(), reports=reports))
+    code, document = doctor(capsys, "--server", url, "--save", str(tmp_path / "canary.json"))
+    assert code == 0 and [finding["level"] for finding in document["findings"]] == levels
+    assert ("--enable-prompt-tokens-details" in document["findings"][0]["remediation"]) != reports
 
 
 def test_a_second_run_against_one_restart_proves_nothing(

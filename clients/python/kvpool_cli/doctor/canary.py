@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ _OUTPUT_TOKENS = 32
 _TTL_S = 3600  # after which prompts leave the pool
 _SAVED_TTL_S = 24 * 3600  # of those that wait for a restart
 _WAITS_S = (2.0, 5.0, 15.0)  # before the second server is asked: stores go on after an answer
+_REPORTING = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
 _OTHER_PROCESS = "make sure that it is another process than --server"
 _RESTARTED = "restart the server before each run"
 _WORDS = ("river", "stone", "paper", "light", "engine", "garden", "seven", "market", "winter", "copper", "letter")
@@ -86,7 +87,14 @@ def save(server: EngineServer, file: Path) -> Iterator[Finding]:
         file.write_text(json.dumps(_to_document(reference)) + "\n")
     except OSError as error:
         raise CommandFailed(f"{file} cannot be written: {error}") from error
-    yield ok("canary", f"{server} computed {len(reference.prompt)} tokens; restart it and run with --expect {file}")
+    if reference.answer.cached_tokens is None:
+        yield warning(
+            "canary", f"{server} does not report cached tokens: --expect will prove nothing", f"restart: {_REPORTING}"
+        )
+    yield ok(
+        "canary",
+        f"{server} computed {len(reference.prompt)} tokens; restart it and run with --expect {file} within a day",
+    )
 
 
 def compute(server: EngineServer, ttl_s: int) -> Reference:
@@ -123,13 +131,14 @@ def _unproven(reference: Reference, server: str, answer: Answer) -> Finding | No
         return failure(
             "canary",
             f"{server} does not report cached tokens, so that this proves nothing",
-            "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report",
+            _REPORTING,
         )
     if not answer.cached_tokens:
         return failure(
             "canary",
             f"{server} loaded nothing of what {reference.server} computed, so that this proves nothing",
-            "check that both have kvpool's connector, one index, the same weights and KV cache settings",
+            "check that both have kvpool's connector, one index, the same weights and KV cache settings, that `load` "
+            "is not never, and that vllm:kvpool_declined_chunks did not grow",
         )
     if answer.hits is not None and answer.source is Source.OWN_CACHE:
         return failure(
@@ -153,15 +162,29 @@ def _equality(reference: Reference, server: str, answer: Answer) -> Finding:
     expected, got = reference.answer.tokens, answer.tokens
     if expected == got:
         return ok("canary", f"{where}; its greedy tokens are those of {reference.server}")
-    differing = next((at for at, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), None)
-    at = min(len(expected), len(got)) if differing is None else differing
-    own = reference.answer.cached_tokens
-    rounding = "" if own == answer.cached_tokens else f" (boundaries differ, {own} there: rounding may be the cause)"
     return failure(
         "canary",
-        f"{where}; its greedy tokens differ from those of {reference.server} from number {at} on{rounding}",
+        f"{where}; its greedy {_difference(reference, got)}{_rounding(reference, answer)}",
         "do not share KV between these servers: take the connector out, `kvpool cache clear` the keyspace, report it",
     )
+
+
+def _difference(reference: Reference, got: Sequence[int | str]) -> str:
+    expected = reference.answer.tokens
+    if any(isinstance(each, str) for each in (*expected, *got)):
+        return f"text differs from that of {reference.server}"
+    pairs = enumerate(zip(expected, got, strict=False), start=1)  # for people the first token is 1
+    differing = next((number for number, (left, right) in pairs if left != right), min(len(expected), len(got)) + 1)
+    return f"tokens differ from those of {reference.server} from token {differing} of {len(expected)} on"
+
+
+def _rounding(reference: Reference, answer: Answer) -> str:
+    """Another possible cause: the two did not compute from the same token on."""
+    own = reference.answer.cached_tokens
+    if own == answer.cached_tokens:
+        return ""
+    began = f"began to compute after {own} tokens" if own is not None else "does not report where it began to compute"
+    return f" ({reference.server} {began}: rounding may be the cause)"
 
 
 def _to_document(reference: Reference) -> dict[str, Any]:
