@@ -71,7 +71,7 @@ def doctor(
         typer.Option(
             metavar="KEY",
             envvar="OPENAI_API_KEY",
-            help="Of the servers; in the variable no other user of this machine sees it.",
+            help="Of the servers. Other users of this machine can see it here, but not in the variable.",
             rich_help_panel=_CANARY,
         ),
     ] = "",
@@ -82,7 +82,15 @@ def doctor(
     or will run. Exit code 1 if there is an error.
 
     With --canary it asks OpenAI-compatible servers that have kvpool's connector for greedy tokens of one prompt: what
-    --server computes, and --second or a restarted server loads, must be continued alike. Nothing loaded is an error.
+    --server computes, and --second or a restarted server loads, must be continued alike. Nothing loaded is an error, as
+    are tokens from the server's own cache. If nothing is loaded, --second is asked three times, which takes up to a
+    minute. --expect counts once for each restart: after it the server has the prompt in its own cache.
+
+    The servers need /tokenize and a context of 2,095 tokens or more; those that load must report cached tokens: vLLM by
+    --enable-prompt-tokens-details, SGLang by --enable-cache-report. Name each server itself, not a load balancer. Where
+    tokens came from is known from vLLM's counters at /metrics, best while it serves nothing else; other engines do not
+    say it, which is a warning. kvpool's connector in vLLM drops the prompts of --second after an hour and those of
+    --save after a day; with other engines each run stores a prompt until it is evicted.
     """
     if canary or server or second or save or expect:
         findings = _canary_findings(canary, server, second, save, expect, api_key)
