@@ -3,7 +3,7 @@
 The first server computes a prefix of whole chunks, then the prompt: that prefix and less than a block more. What it
 continues with comes from its own cache up to the prefix's end; what the second continues with comes from the pool up
 to the same token. Their continuations differ only if KV was changed on its way. Each attempt has a prompt of its own,
-so that the second server cannot have it in a cache of its own. Blocking.
+so that another server cannot have it in a cache of its own; the server's counters show if it is the same one. Blocking.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ _PROCESS_START = "process_start_time_seconds"
 
 
 class Source(Enum):
-    """Where all cached tokens of an answer, or some of them, came from."""
+    """Where at least some of the cached tokens of an answer came from."""
 
-    CONNECTOR = auto()  # all
-    OWN_CACHE = auto()  # some at least
+    CONNECTOR = auto()
+    OWN_CACHE = auto()
     UNKNOWN = auto()
 
 
