@@ -67,6 +67,7 @@ RULES: dict[str, Rule] = {
     "kvpool_cli.quantities": Rule(),
     "kvpool_cli.size": Rule(may_import=(*CORE, *CLI, "kvpool.connectors.vllm.settings")),  # its defaults
     "kvpool_cli.top_metrics": Rule(may_import=(*CORE, *CLI, "prometheus_client")),
+    "kvpool_cli.doctor.engine_server": Rule(may_import=(*CLI, "prometheus_client")),
     "kvpool_cli.doctor.*": Rule(may_import=("kvpool", *CORE, "kvpool.client", *CLI), inside_functions=("redis",)),
     "kvpool_cli.*": Rule(
         may_import=("kvpool", *CORE, "kvpool.client", *CLI),

@@ -124,6 +124,8 @@ _COMMANDS = (
         "kvpool doctor",
         "kvpool doctor --index index-0:7100 --redis redis://redis:6379/0 --arena-bytes 64GiB",
         "kvpool doctor --canary --server http://host-0:8000 --second http://host-1:8000",
+        "kvpool doctor --canary --server http://host-0:8000 --save canary.json",
+        "kvpool doctor --canary --server http://host-0:8000 --expect canary.json   # after its restart",
         short_help="Find what commonly goes wrong on this machine and in the cluster, with its remedy.",
     ),
     LazyCommand(

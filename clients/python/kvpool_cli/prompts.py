@@ -74,21 +74,20 @@ def _tokenized(name: str, text: str) -> list[int]:
     return list(tokenizer.encode(text).ids)
 
 
-def tokenized_by_server(url: str, text: str) -> list[int]:
+def tokenized_by_server(url: str, text: str, api_key: str = "") -> list[int]:
     """By /tokenize of vLLM or SGLang, special tokens as for a completion."""
-    from http.client import HTTPException
-    from urllib.request import Request, urlopen
+    from kvpool_cli.server_calls import fetch
 
     if not url.lower().startswith(("http://", "https://")):
         raise UsageFailed(f"--server {url} wants http:// or https://")
-    body = json.dumps({"prompt": text}).encode()
     address = f"{url.rstrip('/').removesuffix('/v1')}/tokenize"
+    body = {"prompt": text}
     try:
-        request = Request(address, data=body, headers={"Content-Type": "application/json"})
-        with urlopen(request, timeout=_SERVER_TIMEOUT_S) as answer:
-            document = json.loads(answer.read(_ANSWER_BYTES_MAX))
-        return _checked(address, document["tokens"])
-    except (HTTPException, OSError, ValueError, KeyError, TypeError) as error:
+        answer = fetch(address, body, api_key=api_key, timeout_s=_SERVER_TIMEOUT_S, size_bytes_max=_ANSWER_BYTES_MAX)
+        return _checked(address, json.loads(answer)["tokens"])
+    except CommandFailed as error:
+        raise CommandFailed(f"{error}; name a vLLM or SGLang server that runs") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise CommandFailed(f"{address} does not tokenize ({error}); name a vLLM or SGLang server that runs") from error
 
 

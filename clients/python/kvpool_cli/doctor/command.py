@@ -16,6 +16,7 @@ from kvpool_cli.cluster import socket_dir
 from kvpool_cli.common import Common
 from kvpool_cli.doctor import canary as canaries
 from kvpool_cli.doctor.cluster import examine_nodes, examine_packages, examine_status
+from kvpool_cli.doctor.engine_server import EngineServer
 from kvpool_cli.doctor.finding import Finding, Level, failure, skipped
 from kvpool_cli.doctor.gpu import examine_gpu
 from kvpool_cli.doctor.machine import Machine, examine_machine
@@ -65,6 +66,15 @@ def doctor(
         Path | None,
         typer.Option(metavar="FILE", help="Compare with what --save kept before a restart.", rich_help_panel=_CANARY),
     ] = None,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY",
+            envvar="OPENAI_API_KEY",
+            help="Of the servers. Other users of this machine can see it here, but not in the variable.",
+            rich_help_panel=_CANARY,
+        ),
+    ] = "",
 ) -> int:
     """Find what commonly goes wrong on this machine and in the cluster, with its remedy.
 
@@ -72,10 +82,18 @@ def doctor(
     or will run. Exit code 1 if there is an error.
 
     With --canary it asks OpenAI-compatible servers that have kvpool's connector for greedy tokens of one prompt: what
-    --server computes, and --second or a restarted server loads, must be continued alike. Nothing loaded is an error.
+    --server computes, and --second or a restarted server loads, must be continued alike. Nothing loaded is an error, as
+    are tokens from the server's own cache. If nothing is loaded, --second is asked three times, which takes up to a
+    minute. --expect counts once for each restart: after it the server has the prompt in its own cache.
+
+    The servers need /tokenize and a context of 2,095 tokens or more; those that load must report cached tokens: vLLM by
+    --enable-prompt-tokens-details, SGLang by --enable-cache-report. Name each server itself, not a load balancer. Where
+    tokens came from is known from vLLM's counters at /metrics, best while it serves nothing else; other engines do not
+    say it, which is a warning. kvpool's connector in vLLM drops the prompts of --second after an hour and those of
+    --save after a day; with other engines each run stores a prompt until it is evicted.
     """
     if canary or server or second or save or expect:
-        findings = _canary_findings(canary, server, second, save, expect)
+        findings = _canary_findings(canary, server, second, save, expect, api_key)
     else:
         here = Here(redis_url=redis, arena_bytes=arena_bytes, data_dir=data_dir, disk_bytes=disk_bytes)
         findings = examine(common, here)
@@ -87,15 +105,18 @@ def doctor(
 
 
 def _canary_findings(
-    wanted: bool, server: str, second: str, save_file: Path | None, expect_file: Path | None
+    wanted: bool, server: str, second: str, save_file: Path | None, expect_file: Path | None, api_key: str
 ) -> list[Finding]:
     if not wanted:
         raise UsageFailed("--server, --second, --save and --expect go with --canary")
     if not server or sum(map(bool, (second, save_file, expect_file))) != 1:
         raise UsageFailed("--canary needs --server URL, and one of --second URL, --save FILE and --expect FILE")
+    first = EngineServer(server, api_key)
     if save_file is not None:
-        return list(canaries.save(server, save_file))
-    return list(canaries.canary_of_file(server, expect_file) if expect_file else canaries.canary(server, second))
+        return list(canaries.save(first, save_file))
+    if expect_file is not None:
+        return list(canaries.canary_of_file(first, expect_file))
+    return list(canaries.canary(first, EngineServer(second, api_key)))
 
 
 def examine(common: Common, here: Here) -> list[Finding]:
