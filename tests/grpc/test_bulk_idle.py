@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Lock
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -53,6 +54,50 @@ def test_a_writer_that_says_nothing_more_is_let_go(sent: int, deadline_s: float 
         hold.set()
         serves_others(gateway, endpoint)
         eventually_sync(lambda: drained(gateway))
+
+
+def silent_read(channel: grpc.Channel, hold: Event, deadline_s: float | None = None) -> grpc.Call:
+    """A ReadPages call whose request does not come before `hold` is set."""
+
+    def nothing() -> Iterator[bytes]:
+        hold.wait(PATIENCE_S)
+        yield from ()
+
+    method: Any = channel.stream_stream("/kvpool.v1.PageTransferService/ReadPages")
+    call: grpc.Call = method(nothing(), timeout=deadline_s)
+    return call
+
+
+@pytest.mark.parametrize("deadline_s", [None, FAR_S])
+def test_a_reader_whose_request_does_not_come_is_let_go(deadline_s: float | None) -> None:
+    gateway, hold = MemoryGateway(), Event()
+    with bulk_server(gateway, threads=1, limits=IDLE) as endpoint, grpc.insecure_channel(endpoint) as channel:
+        call = silent_read(channel, hold, deadline_s)
+        assert call.code() is grpc.StatusCode.CANCELLED
+        hold.set()
+        serves_others(gateway, endpoint)
+
+
+def test_readers_whose_requests_do_not_come_leave_threads_to_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "peer_host", str)  # each connection counts as a host of its own
+    gateway, hold = MemoryGateway(), Event()
+    page = gateway.store(0, 1000)
+    limits = BulkLimits(streams_per_peer=2, idle_timeout_s=PATIENCE_S, stream_cap_s=PATIENCE_S)
+    local_pool = [("grpc.use_local_subchannel_pool", 1)]
+    with (
+        bulk_server(gateway, threads=3, limits=limits) as endpoint,
+        grpc.insecure_channel(endpoint, local_pool) as silent,
+        grpc.insecure_channel(endpoint, local_pool) as other,
+    ):
+        held = [silent_read(silent, hold) for _ in range(3)]
+        eventually_sync(lambda: [call.is_active() for call in held].count(False) == 1)
+        (refused,) = (call for call in held if not call.is_active())
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        frames = list(pb_grpc.PageTransferServiceStub(other).ReadPages(read_request(1), timeout=PATIENCE_S))
+        assert b"".join(frame.data for frame in frames) == page
+        hold.set()
+        for call in set(held) - {refused}:
+            assert call.code() is grpc.StatusCode.INVALID_ARGUMENT, "it ended without a request"
 
 
 @pytest.mark.parametrize("deadline_s", [None, FAR_S])

@@ -7,12 +7,14 @@ import json
 import struct
 
 from kvpool.core.errors import StoreUnavailable
+from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, index_pb2
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.config import IndexConfig
 from tests.fixtures.index_node import TIMEOUT_S, Chain, FakeNode, open_keyspace
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.redis_server import running_redis
+from tests.grpc.test_index_watch import watching
 
 RECORD = struct.pack("<QIQIQBB", 1 << 50, 77, 1, 1, 1 << 52, 1, 0)
 MALFORMED_INFOS = [
@@ -108,4 +110,22 @@ async def test_a_chunk_value_that_no_index_wrote_is_replaced_by_the_next_change(
             await _spoil(store, chain)
             await node.announce(chain.added(range(3)))
             assert (await index.stub.Match(chain.query())).matched_chunks == 3
+        await store.close()
+
+
+async def test_a_malformed_entry_of_the_event_log_is_skipped_and_only_one_of_nodes_resynchronizes_watchers() -> None:
+    with running_redis() as redis:
+        store = RedisIndexStore(redis.url, timeout_s=TIMEOUT_S)
+        async with running_index(store, config=IndexConfig(lease_ttl_ms=600_000)) as index:
+            chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+            async with watching(index) as watch:
+                chunk_streams = store.events.stream_count - 1
+                for stream in range(chunk_streams):
+                    await put(store, b"XADD", b"kvpool:{e%d}:events" % stream, b"*", b"e", b"no chunk")
+                await node.announce(chain.added(range(1)))
+                assert (await watch.next()).WhichOneof("event") == "chunk"
+                await eventually(lambda: malformed(index, "event") == chunk_streams)
+                await put(store, b"XADD", b"kvpool:{n}:events", b"*", b"e", b"no node")
+                assert (await watch.next()).WhichOneof("event") == "resync"
+                assert malformed(index, "event") == chunk_streams + 1
         await store.close()

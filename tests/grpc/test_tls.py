@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, TlsFailed
 from kvpool.core.outcome import Admission
+from kvpool_server.interceptors import CallLimits
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import ControlServer, GrpcLimits
 from kvpool_server.tls import ClientAuth, ServiceTls
@@ -253,6 +255,20 @@ async def test_clients_of_the_probe_port_leave_nothing_behind(
         assert [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO] == []
         while (state := channel.get_state()) is not grpc.ChannelConnectivity.IDLE:
             await channel.wait_for_state_change(state)
+    await server.stop(0.1)
+
+
+async def test_checks_that_are_not_finished_do_not_stay_at_the_probe_port() -> None:
+    server = ControlServer(interceptors=[], service_names=["test"])
+    limits = CallLimits(peer_open_calls=2, request_s=0.5)
+    port = server.listen_health(TcpAddress("127.0.0.1", 0), limits=limits)
+    await server.start()
+    async with asyncio.timeout(60), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        silent: Any = channel.stream_unary("/grpc.health.v1.Health/Check")
+        calls = [silent() for _ in range(5)]  # they write nothing
+        codes = Counter([await call.code() for call in calls])
+        assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED: 2, grpc.StatusCode.RESOURCE_EXHAUSTED: 3}
+        assert await health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
     await server.stop(0.1)
 
 

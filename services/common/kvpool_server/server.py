@@ -17,11 +17,13 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool.core.errors import StartupFailed
 from kvpool_server.interceptors.errors import AioErrors, AioMessages
+from kvpool_server.interceptors.limits import AioLimits, CallLimits
 from kvpool_server.listen import TcpAddress, check_tcp, claim_unix_path, restricted_umask
 from kvpool_server.tls import ServiceTls
 
 _UNIX_SCHEME: Final = "unix:"
 LIVENESS: Final = "liveness"  # health service for restarts: whether the process still answers
+_HEALTH_CALLS: Final = CallLimits(open_calls=1024, peer_open_calls=64, request_s=10.0)  # probes are few and short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +84,16 @@ class ControlServer:
         check_tcp(address)
         return bind_port(self.grpc, address, tls)
 
-    def listen_health(self, address: TcpAddress, *, idle_s: float = 30.0) -> int:
+    def listen_health(self, address: TcpAddress, *, idle_s: float = 30.0, limits: CallLimits = _HEALTH_CALLS) -> int:
         """Bind `address` for health checks and nothing else, in the clear; returns its port. Raises StartupFailed.
 
-        Any caller may connect there, so nothing lasts: no Watch, and an idle connection is closed after idle_s.
+        Any caller may connect there, so nothing lasts: no Watch, an idle connection is closed after idle_s, and a Check
+        whose request does not come is ended by the limits.
         """
         check_tcp(address)
         options = [*GrpcLimits(max_message_bytes=1 << 16).options(), ("grpc.max_connection_idle_ms", int(idle_s * 1e3))]
-        self._health_grpc = grpc.aio.server(interceptors=[AioErrors(), AioMessages()], options=options)
+        interceptors = [AioErrors(), AioLimits(limits), AioMessages()]
+        self._health_grpc = grpc.aio.server(interceptors=interceptors, options=options)
         check = grpc.unary_unary_rpc_method_handler(
             self._health.Check,
             request_deserializer=health_pb2.HealthCheckRequest.FromString,

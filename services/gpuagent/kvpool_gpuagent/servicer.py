@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, NotServed, Stopped, TenantDenied
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KeyspaceMismatch, NotServed, Stopped, TenantDenied
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool.wire.convert import HASH_BYTES, check_id
 from kvpool.wire.convert_engine import (
@@ -26,6 +26,7 @@ from kvpool_gpuagent.ports import BlockIds
 from kvpool_gpuagent.stream import EngineHandler, Registrar, session_rules
 from kvpool_server.session_stream import SessionStream, peer_address
 
+BORROW_TIMEOUT_S = 20.0  # until the first message must have come, as for the request of a unary call
 RETURN_TIMEOUT_S = 5.0  # a borrower that still has copies running then reads on, but none of them will count
 
 Requests = AsyncIterator[gpuagent_pb2.LendCacheRequest]
@@ -41,7 +42,11 @@ class SharedCaches:
 
     async def serve(self, requests: Requests, write: Write) -> None:
         """Until the borrower ends the stream, or the session does and has waited for it. Raises what refuses it."""
-        first = await anext(requests, None)
+        try:
+            async with asyncio.timeout(BORROW_TIMEOUT_S):
+                first = await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"LendCache: no `borrow` came within {BORROW_TIMEOUT_S:g} s") from None
         if first is None or not first.HasField("borrow"):
             raise InvalidRequest("the first message of LendCache must be `borrow`")
         session = self._shareable(first.borrow)

@@ -42,7 +42,9 @@ class IndexConfig(TlsSettings):
     max_match_questions: Annotated[int, "questions of one message of a match stream"] = 512
     max_batch_items: Annotated[int, "items of one announce batch or stale report"] = 4096
     max_matches_in_flight: Annotated[int, "matches of one stream at once"] = 64
-    route_weight_gpu: Annotated[float, "what Route counts a chunk in an engine's cache on the host as"] = 1.0
+    route_weight_gpu: Annotated[
+        float, "what Route counts a chunk announced in a GPU on the host as; agents announce none"
+    ] = 1.0
     route_weight_staging: Annotated[float, "the same for a chunk in staging on the host"] = 0.8
     route_weight_disk: Annotated[float, "the same for a chunk on disk on the host"] = 0.5
     route_weight_remote: Annotated[float, "the same for a chunk that another host would send"] = 0.3

@@ -318,6 +318,10 @@ class EventLog(Protocol):
         """Whether every entry after this one is still there."""
         ...
 
+    def count_malformed(self) -> None:
+        """Count one more read of an entry that no index wrote."""
+        ...
+
 
 class IndexStore(Protocol):
     """The whole store of an index."""

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from kvpool.core.cancel import CancelToken
-from kvpool.core.errors import Stopped
+from kvpool.core.errors import DeadlineExceeded, Stopped
 from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent import servicer
 from kvpool_gpuagent.engine.agent import GpuAgentEngine
@@ -60,6 +60,21 @@ async def test_the_end_is_said_to_who_does_not_read_for_so_long_and_no_longer(mo
     use.stop.cancel()
     with pytest.raises(Stopped, match="kept its cache"):
         await asyncio.wait_for(servicer._answer(silent(), write, use, lambda blocks: blocks), PATIENCE_S)
+
+
+async def test_a_borrower_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "BORROW_TIMEOUT_S", 0.05)
+
+    async def silent() -> AsyncIterator[gpuagent_pb2.LendCacheRequest]:
+        await asyncio.Event().wait()
+        yield gpuagent_pb2.LendCacheRequest()
+
+    async def write(response: gpuagent_pb2.LendCacheResponse) -> None:
+        raise AssertionError(response)
+
+    lender = servicer.SharedCaches(cast(GpuAgentEngine, None), lambda: "")
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(lender.serve(silent(), write), PATIENCE_S)
 
 
 async def test_a_borrower_that_does_not_take_the_cache_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,16 +92,31 @@ async def test_an_outage_is_one_line_however_many_streams_find_it_and_how_often(
         await eventually(partial(said, "goes on", outage))
 
 
-async def test_an_entry_that_cannot_be_read_is_a_gap_and_no_end(reading: Reading) -> None:
+async def test_a_malformed_entry_of_chunks_is_skipped_and_counted(reading: Reading) -> None:
     opened = await reading.keyspaces.open("default", "k", SPEC)
     keyspace = opened.keyspace.keyspace_id
     await reading.reader.start()
+    before = reading.reader.position
     await reading.log(keyspace, b"a" * 16)
-    await eventually(lambda: reading.chunks() == [b"a" * 16])
-    await reading.store.events.append([(0, b"?"), (3, b"[]" * 8)])
-    await eventually(lambda: reading.losses == 2)
+    whole = pack_chunks([ChunkState(keyspace, bytes(16), b"c" * 16, b"v" * 20, 1)])
+    odd = pack_chunks([ChunkState(keyspace, bytes(16), b"d" * 15, b"", 1)])
+    await reading.store.events.append([(0, payload) for payload in (b"?", whole[:-1], odd)])
     await reading.log(keyspace, b"b" * 16)
     await eventually(lambda: reading.chunks() == [b"a" * 16, b"b" * 16])
+    assert (reading.store.events.malformed_count, reading.losses) == (3, 0)
+    assert await reading.reader.reaches_end()
+    caught_up = [news async for news in reading.reader.catch_up(before, reading.reader.position)]
+    assert None not in caught_up and [len(news.owned) for news in caught_up if news is not None] == [1, 0, 0, 0, 1]
+
+
+async def test_a_malformed_entry_of_nodes_is_counted_and_a_gap(reading: Reading) -> None:
+    opened = await reading.keyspaces.open("default", "k", SPEC)
+    keyspace = opened.keyspace.keyspace_id
+    await reading.reader.start()
+    await reading.store.events.append([(3, b"[]" * 8)])
+    await eventually(lambda: (reading.store.events.malformed_count, reading.losses) == (1, 1))
+    await reading.log(keyspace, b"b" * 16)
+    await eventually(lambda: reading.chunks() == [b"b" * 16])
     assert await reading.reader.reaches_end()
 
 

@@ -248,3 +248,19 @@ async def test_a_quota_is_kept_by_gaps_where_every_end_of_a_chain_is_in_use() ->
             assert end.grant is not None
             assert await put(running, peer, KEYSPACE, 100) is None
             assert await here(running, peer, 3)
+
+
+async def test_pages_of_a_keyspace_beyond_their_number_are_refused_until_another_has_none() -> None:
+    both = ((KEYSPACE, SPEC), (OTHER, OTHER_SPEC))
+    with new_world() as world:
+        async with running_engine(world, max_keyspaces=1) as running:
+            peer = await open_session(running, keyspaces=both)
+            assert await put(running, peer, KEYSPACE, 0) is None
+            assert isinstance(await put(running, peer, OTHER, 1), QuotaExceeded)
+            await running.engine.flush(TENANT, b"")
+        async with running_engine(world, max_keyspaces=1) as running:  # which finds the page on disk
+            peer = await open_session(running, keyspaces=both)
+            assert isinstance(await put(running, peer, OTHER, 1), QuotaExceeded)
+            await running.engine.clear(TENANT, KEYSPACE)
+            assert await put(running, peer, OTHER, 1) is None
+            assert isinstance(await put(running, peer, KEYSPACE, 0), QuotaExceeded)

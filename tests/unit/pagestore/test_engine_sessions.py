@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 import pytest
@@ -16,12 +17,15 @@ from kvpool.core.errors import (
     Overloaded,
     SessionUnknown,
     StaleIncarnation,
+    TenantDenied,
 )
+from kvpool.core.keyspace import KeyspaceSpec, decode_keyspace, encode_keyspace, keyspace_id
 from kvpool.testing import ManualClock, eventually
+from kvpool_pagestore.core import keyspaces as keyspaces_module
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.engine.sessions import PeerSession, SessionRequest
 from kvpool_pagestore.ports import Workers
-from tests.fixtures.pagestore import SLOT_BYTES, TENANT, Running, new_world, running_engine
+from tests.fixtures.pagestore import SLOT_BYTES, SPEC, TENANT, Running, new_world, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
 
 P = ParamSpec("P")
@@ -225,3 +229,42 @@ async def test_a_store_that_shuts_down_takes_no_new_session() -> None:
             await running.engine.stop(1.0)
             with pytest.raises(Draining):
                 await open_session(running)
+
+
+async def test_keyspaces_of_sessions_that_have_ended_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyspaces_module, "USED_LAST_MAX", 3)
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1])
+            running.engine.sessions.close(peer)
+            held = await open_session(running, keyspaces=[_named(0)])
+            for number in range(1, 21):
+                other = running.engine.sessions.open_internal(TENANT, [_named(number)])
+                running.engine.sessions.add_keyspace(other, *_named(-number))
+                running.engine.sessions.close(other)
+                del other
+            known = [decode_keyspace(one)[1] for one in running.engine.inventory.keyspace_encodings()]
+            assert {spec.model_revision for spec in known} == {"r", "0", "-19", "20", "-20"}
+            running.engine.sessions.close(held)
+            peer = await open_session(running)
+            assert (await acquire_one(running, peer, wanted(1))).grant is not None
+
+
+async def test_the_index_is_not_asked_of_ids_that_no_keyspace_has() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            asked = list[bytes]()
+
+            async def learn(keyspaces: Iterable[bytes]) -> None:
+                asked.extend(keyspaces)
+
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(TenantDenied):
+                patch.setattr(running.engine.policies, "learn", learn)
+                await open_session(running, keyspaces=[(bytes(16), SPEC)])
+            assert not asked
+
+
+def _named(number: int) -> tuple[bytes, KeyspaceSpec]:
+    spec = replace(SPEC, model_revision=str(number))
+    return keyspace_id(encode_keyspace(TENANT, spec)), spec

@@ -104,7 +104,7 @@ class DeadlinePolicy:
     """
 
     unary_cap_s: float = 30.0
-    longest_s: float = 3600.0  # of a unary call
+    longest_s: float = 600.0  # of a unary call: a Flush or Clear of a large node takes minutes, all others seconds
     caps_s: Mapping[str, float] = field(default_factory=dict)
 
     def cap_s(self, call: Call) -> float | None:

@@ -22,6 +22,7 @@ class MemoryEventLog:
     def __init__(self, *, stream_count: int, max_entries: int) -> None:
         self._streams: list[deque[LogEntry]] = [deque(maxlen=max_entries) for _ in range(stream_count)]
         self._counts = [0] * stream_count
+        self.malformed_count = 0
         self._grown = [asyncio.Event() for _ in range(stream_count)]
 
     @property
@@ -57,6 +58,9 @@ class MemoryEventLog:
     async def is_kept(self, stream: int, entry_id: str) -> bool:
         count, kept = self._counts[stream], len(self._streams[stream])
         return count - kept <= entry_order(entry_id)[0] <= count
+
+    def count_malformed(self) -> None:
+        self.malformed_count += 1
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ class RedisEventLog:
         changes: ConnectionGroup,
         reads: ConnectionGroup,
         waiting: Sequence[ConnectionGroup],
+        stats: RedisStats,
         *,
         key_prefix: bytes,
         chunk_stream_count: int,
@@ -43,6 +44,7 @@ class RedisEventLog:
         self._changes = changes
         self._reads = reads
         self._waiting = waiting
+        self._stats = stats
         self.node_key = key_prefix + b":{n}:events"
         self._keys = [key_prefix + b":{e%d}:events" % number for number in range(chunk_stream_count)] + [self.node_key]
         self._max_entries = b"%d" % max_entries
@@ -88,6 +90,9 @@ class RedisEventLog:
             return True  # the stream does not exist yet
         facts = dict(zip(state[::2], state[1::2], strict=True))
         return bool(facts.get(b"entries-added") == facts[b"length"])
+
+    def count_malformed(self) -> None:
+        self._stats.malformed["event"] += 1
 
 
 _log = logging.getLogger(__name__)
@@ -204,6 +209,7 @@ class RedisIndexStore:
             changes,
             self._control,
             waiting,
+            self.redis,
             key_prefix=prefix,
             chunk_stream_count=chunk_stream_count,
             max_entries=stream_entries,

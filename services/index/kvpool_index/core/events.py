@@ -24,6 +24,7 @@ _ENTRY_ID_PART_MAX: Final = (1 << 64) - 1
 
 # keyspace, group head, bytes of hash, bytes of value, version; then the hash and the value
 _CHUNK: Final = struct.Struct("<16s16sBHQ")
+_HASH_BYTES: Final = (8, 16)
 _NODE: Final = struct.Struct("<BQ")  # alive, incarnation; then the packed info
 
 
@@ -76,21 +77,27 @@ def pack_entries(states: Sequence[ChunkState]) -> Iterator[bytes]:
         yield pack_chunks(states[start:])
 
 
-def unpack_chunks(payload: bytes) -> Iterator[ChunkState]:
-    """The inverse of pack_chunks. Raises struct.error for other bytes."""
+def unpack_chunks(payload: bytes) -> list[ChunkState]:
+    """The inverse of pack_chunks. Raises struct.error or ValueError for what no index wrote."""
+    found: list[ChunkState] = []
     offset = 0
     while offset < len(payload):
         keyspace, group_head, hash_bytes, value_bytes, version = _CHUNK.unpack_from(payload, offset)
         hash_at = offset + _CHUNK.size
         value_at = hash_at + hash_bytes
         offset = value_at + value_bytes
-        yield ChunkState(
-            keyspace=keyspace,
-            group_head=group_head,
-            chunk_hash=payload[hash_at:value_at],
-            value=payload[value_at:offset],
-            version=version,
+        if offset > len(payload) or hash_bytes not in _HASH_BYTES:
+            raise ValueError(f"a chunk's hash of {hash_bytes} bytes and value of {value_bytes} end at {offset}")
+        found.append(
+            ChunkState(
+                keyspace=keyspace,
+                group_head=group_head,
+                chunk_hash=payload[hash_at:value_at],
+                value=payload[value_at:offset],
+                version=version,
+            )
         )
+    return found
 
 
 def pack_node(state: NodeState) -> bytes:
@@ -99,7 +106,7 @@ def pack_node(state: NodeState) -> bytes:
 
 
 def unpack_node(payload: bytes) -> NodeState:
-    """The inverse of pack_node."""
+    """The inverse of pack_node. Raises struct.error, ValueError or InvalidRequest for what no index wrote."""
     alive, incarnation = _NODE.unpack_from(payload)
     return NodeState(info=unpack_info(payload[_NODE.size :], incarnation), alive=bool(alive))
 

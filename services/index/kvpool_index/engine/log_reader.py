@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+import struct
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from operator import ge
-from typing import Final
+from typing import Final, TypeVar
 
 from kvpool.core.cluster import ChunkEvent, Location, NodeEvent
 from kvpool.core.coverage import Coverage
@@ -14,6 +15,7 @@ from kvpool_index.core.events import (
     ChunkState,
     EntryEvents,
     LogEntry,
+    NodeState,
     OwnedEvent,
     Position,
     entry_order,
@@ -25,6 +27,8 @@ from kvpool_index.core.match import locations_of
 from kvpool_index.engine.keyspaces import KeyspaceService, KnownKeyspace
 from kvpool_index.engine.nodes import NodeService
 from kvpool_index.ports import EventLog
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +165,7 @@ class LogReader:
     async def _decoded_or_none(
         self, stream: int, after: str, entries: Sequence[LogEntry]
     ) -> dict[str, list[OwnedEvent]] | None:
-        """The same as `_owned`; None for entries that cannot be decoded. Raises StoreUnavailable and Overloaded."""
+        """`_owned`; None also for entries that cannot be decoded. Raises StoreUnavailable and Overloaded."""
         try:
             return await self._owned(stream, entries)
         except (StoreUnavailable, Overloaded):
@@ -170,11 +174,21 @@ class LogReader:
             _log.exception("an entry after %s of event stream %d cannot be read; watchers resynchronize", after, stream)
             return None
 
-    async def _owned(self, stream: int, entries: Sequence[LogEntry]) -> dict[str, list[OwnedEvent]]:
-        """By entry id, the events and whose they are."""
+    async def _owned(self, stream: int, entries: Sequence[LogEntry]) -> dict[str, list[OwnedEvent]] | None:
+        """By entry id, the events and whose they are; None where watchers have to resynchronize instead.
+
+        A malformed entry of chunks is skipped. Receivers expect that: an index may also die between a change and its
+        entry, and what they miss ends with the next change, or when a load that it misled drops it. Nothing says once
+        more that a node has registered or died: without that entry all of its chunks would be taken wrongly until the
+        next RESYNC, so that a malformed one of nodes makes one.
+        """
         if stream == self._event_log.stream_count - 1:
-            return {entry.entry_id: [_node_event(entry)] for entry in entries}
-        states = {entry.entry_id: list(unpack_chunks(entry.payload)) for entry in entries}
+            nodes = {entry.entry_id: self._unpacked(entry, unpack_node) for entry in entries}
+            if None in nodes.values():
+                _log.warning("an entry of the nodes' events is malformed; watchers resynchronize")
+                return None
+            return {each: [_node_event(node)] for each, node in nodes.items() if node is not None}
+        states = {entry.entry_id: self._unpacked(entry, unpack_chunks) or () for entry in entries}
         values = {state.value for found in states.values() for state in found}
         await self._nodes.learn({ordinal for value in values for ordinal in ordinals_in(value)})
         keyspaces = {
@@ -185,6 +199,15 @@ class LogReader:
             owned[entry_id] = self._chunk_events(found, keyspaces)
             await asyncio.sleep(0)  # matches have their turn: all entries together take tens of milliseconds
         return owned
+
+    def _unpacked(self, entry: LogEntry, unpack: Callable[[bytes], T]) -> T | None:
+        """None for an entry that no index wrote."""
+        try:
+            return unpack(entry.payload)
+        except (ValueError, struct.error, InvalidRequest, RecursionError) as error:
+            self._event_log.count_malformed()
+            _log.debug("entry %s of an event stream is malformed: %s", entry.entry_id, error)
+            return None
 
     async def _keyspace(self, keyspace: bytes) -> KnownKeyspace | None:
         try:
@@ -218,6 +241,5 @@ class LogReader:
         return found
 
 
-def _node_event(entry: LogEntry) -> OwnedEvent:
-    state = unpack_node(entry.payload)
+def _node_event(state: NodeState) -> OwnedEvent:
     return None, NodeEvent(node=state.info, alive=state.alive)

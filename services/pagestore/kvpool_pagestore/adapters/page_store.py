@@ -71,7 +71,7 @@ def open_disk_tier(directory: Path, capacity_bytes: int) -> RocksPageStore:
 
 
 class RocksPageStore:
-    """A ports.PageStore within a capacity: real bytes of all its files, at any instant (core/disk_budget says how).
+    """A ports.PageStore within a capacity: real bytes of all its files, at any instant (core/extents says how).
 
     A page is durable once its bytes and then its record are synced; a crash in between leaves free blocks, never half a
     page.

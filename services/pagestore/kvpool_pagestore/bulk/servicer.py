@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -47,6 +47,7 @@ _LOOK_MIN_S = 0.05
 _Acquired = ReadGrant | KvPoolError | None
 
 WriteMessage = BulkFrame | pb.WritePagesOpen | InvalidRequest
+_Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,14 +160,25 @@ class PageTransferServicer:
     def add_to(self, server: grpc.Server) -> None:
         """Register with our own codec; what travels is what the proto says."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "ReadPages": grpc.unary_stream_rpc_method_handler(
-                self.ReadPages, pb.ReadPagesRequest.FromString, encode_page_frame
+            # A unary request is a stream of one message. As such it is read here, under the limits: gRPC would wait
+            # for it on a bulk thread, without an end.
+            "ReadPages": grpc.stream_stream_rpc_method_handler(
+                self._read_requested, pb.ReadPagesRequest.FromString, encode_page_frame
             ),
             "WritePages": grpc.stream_stream_rpc_method_handler(
                 self.WritePages, _decode_write_request, pb.WritePagesResponse.SerializeToString
             ),
         }
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)])
+
+    def _read_requested(
+        self, requests: Iterator[pb.ReadPagesRequest], context: grpc.ServicerContext
+    ) -> Iterator[BulkFrame]:
+        with self._watched(context) as watch:
+            request = next(_received(requests, watch), None)
+        if request is None:
+            raise InvalidRequest("ReadPages got no request")
+        yield from self.ReadPages(request, context)
 
     def ReadPages(self, request: pb.ReadPagesRequest, context: grpc.ServicerContext) -> Iterator[BulkFrame]:
         check_peer_version(request.version, "the reader")
@@ -232,14 +244,14 @@ def _decode_write_request(message: bytes) -> WriteMessage:
         return error
 
 
-def _received(requests: Iterator[WriteMessage], watch: StreamWatch) -> Iterator[WriteMessage]:
+def _received(requests: Iterator[_Message], watch: StreamWatch) -> Iterator[_Message]:
     """Yield the messages of a stream; a client that left or ran out of time is not an error of this server."""
     try:
         for request in requests:
             watch.moved()
             yield request
     except grpc.RpcError as error:
-        raise ServiceUnavailable("the writer has gone away") from error
+        raise ServiceUnavailable("the client has gone away") from error
 
 
 def _frames(requests: Iterator[WriteMessage]) -> Iterator[BulkFrame]:

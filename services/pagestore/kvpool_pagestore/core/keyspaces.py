@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
+from weakref import WeakValueDictionary
 
-from kvpool.core.errors import InvalidRequest, TenantDenied
+from kvpool.core.errors import InvalidRequest, QuotaExceeded, TenantDenied
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec, decode_keyspace, encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey, page_bytes
 from kvpool.core.payload import payload_bytes
+from kvpool_pagestore.core.admission import AdmissionRequest
+from kvpool_pagestore.core.events import BytesHeld
+
+USED_LAST_MAX: Final = 1024  # keyspaces that stay known though nobody holds them and none of their pages is here
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,19 @@ class Keyspace:
 
 
 class KeyspaceBook:
-    """All keyspaces known to this node, by id."""
+    """The keyspaces that this node knows, by id. Changed on one thread; `find` may be called on any.
 
-    def __init__(self) -> None:
-        self._by_id: dict[bytes, Keyspace] = {}
+    A keyspace is known while pages of it are here, and while anyone holds the object: a session that named it, a
+    transfer. Of all others only those that were used last stay, since any caller may name keyspaces without end.
+    """
+
+    def __init__(self, max_keyspaces: int = 4096) -> None:
+        """max_keyspaces: with pages here at once."""
+        self._max_keyspaces = max_keyspaces
+        self._by_id: WeakValueDictionary[bytes, Keyspace] = WeakValueDictionary()
+        self._with_pages: dict[bytes, Keyspace] = {}
+        self._held_bytes: dict[bytes, int] = {}  # of those
+        self._used_last: dict[bytes, Keyspace] = {}  # without pages, the oldest use first
 
     def admit(self, tenant: str, claimed_id: bytes, spec: KeyspaceSpec) -> Keyspace:
         """The caller's keyspace, known from now on.
@@ -65,22 +80,54 @@ class KeyspaceBook:
         found = Keyspace(tenant, spec, encode_keyspace(tenant, spec))
         if found.keyspace != claimed_id:
             raise TenantDenied(f"keyspace {claimed_id.hex()} is not the caller's keyspace of that specification")
-        return self._by_id.setdefault(claimed_id, found)
+        return self._know(found)
 
     def remember(self, encoding: bytes) -> Keyspace:
         """A keyspace that the disk tier kept. Raises InvalidRequest for a malformed encoding."""
         tenant, spec = decode_keyspace(encoding)
-        found = Keyspace(tenant, spec, encoding)
-        return self._by_id.setdefault(found.keyspace, found)
+        return self._know(Keyspace(tenant, spec, encoding))
 
     def find(self, keyspace: bytes) -> Keyspace | None:
-        return self._by_id.get(keyspace)
+        return self._with_pages.get(keyspace) or self._by_id.get(keyspace)
 
     def of_tenant(self, tenant: str) -> list[Keyspace]:
-        return [one for one in self._by_id.values() if one.tenant == tenant]
+        return [one for one in self.all() if one.tenant == tenant]
 
     def all(self) -> list[Keyspace]:
         return list(self._by_id.values())
+
+    def count(self, held: BytesHeld) -> None:
+        """Bytes of a keyspace were taken, or came back."""
+        keyspace, size_bytes = held
+        held_bytes = self._held_bytes.get(keyspace, 0) + size_bytes
+        if held_bytes:
+            self._held_bytes[keyspace] = held_bytes
+            if keyspace not in self._with_pages:
+                self._with_pages[keyspace] = self._by_id[keyspace]
+                self._used_last.pop(keyspace, None)
+        elif keyspace in self._with_pages:
+            del self._held_bytes[keyspace]
+            self._use(self._with_pages.pop(keyspace))
+
+    def refusal(self, request: AdmissionRequest) -> QuotaExceeded | None:
+        """An AdmissionRule: no pages of a further keyspace when there are as many as there may be."""
+        if request.record.key.keyspace in self._with_pages or len(self._with_pages) < self._max_keyspaces:
+            return None
+        return QuotaExceeded(f"pages of {self._max_keyspaces} keyspaces are here, as many as max_keyspaces allows")
+
+    # Inside
+
+    def _know(self, keyspace: Keyspace) -> Keyspace:
+        known = self._by_id.setdefault(keyspace.keyspace, keyspace)
+        if known.keyspace not in self._with_pages:
+            self._use(known)
+        return known
+
+    def _use(self, keyspace: Keyspace) -> None:
+        self._used_last.pop(keyspace.keyspace, None)
+        self._used_last[keyspace.keyspace] = keyspace
+        if len(self._used_last) > USED_LAST_MAX:
+            del self._used_last[next(iter(self._used_last))]
 
 
 def check_page(keyspace: Keyspace, key: PageKey, size_bytes: int) -> None:

@@ -85,8 +85,9 @@ class DiskTier:
 
     async def load(self) -> None:
         """Build the map from what an earlier process left. Raises StoreFault."""
-        for encoding in await self._readers.run(self._store.keyspaces):
-            self._remembered.add(self._keyspaces.remember(encoding).keyspace)
+        # Held until the pages are counted: the book forgets keyspaces of which none is here.
+        stored = [self._keyspaces.remember(encoding) for encoding in await self._readers.run(self._store.keyspaces)]
+        self._remembered.update(one.keyspace for one in stored)
         if useless := await self._scan.take(self._found_with_an_end):
             await self._writers.run(self._store.delete_batch, useless)
         await self._shrink()

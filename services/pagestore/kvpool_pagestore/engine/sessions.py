@@ -109,11 +109,14 @@ class PeerSessions:
         self._metrics = metrics
         self._peers: dict[bytes, PeerSession] = {}
 
-    async def open(self, request: SessionRequest) -> PeerSession:
-        """Raises TenantDenied or InvalidRequest for a keyspace, Overloaded for too many sessions."""
+    def admit(self, request: SessionRequest) -> list[Keyspace]:
+        """Return the keyspaces that a session is to have. Raises TenantDenied, InvalidRequest."""
         if len(request.keyspaces) > _MAX_KEYSPACES:
             raise InvalidRequest(f"{len(request.keyspaces)} keyspaces, at most {_MAX_KEYSPACES} in a session")
-        named = [self._keyspaces.admit(request.tenant, *one) for one in request.keyspaces]
+        return [self._keyspaces.admit(request.tenant, *one) for one in request.keyspaces]
+
+    async def open(self, request: SessionRequest, named: Sequence[Keyspace]) -> PeerSession:
+        """named: what `admit` returned for the request. Raises Overloaded for too many sessions."""
         await self._end_previous(request)
         if len(self._peers) >= self._times.max_sessions:
             raise Overloaded(f"{len(self._peers)} sessions are open, the limit")
@@ -146,10 +149,9 @@ class PeerSessions:
 
     def add_keyspace(self, peer: PeerSession, keyspace: bytes, spec: KeyspaceSpec) -> None:
         """Raises TenantDenied, InvalidRequest."""
-        named = self._keyspaces.admit(peer.session.tenant, keyspace, spec)
         if len(peer.keyspaces) >= _MAX_KEYSPACES and keyspace not in peer.keyspaces:
             raise InvalidRequest(f"at most {_MAX_KEYSPACES} keyspaces in a session")
-        peer.keyspaces[keyspace] = named
+        peer.keyspaces[keyspace] = self._keyspaces.admit(peer.session.tenant, keyspace, spec)
 
     def close(self, peer: PeerSession) -> None:
         """The peer ended the session properly. Idempotent."""

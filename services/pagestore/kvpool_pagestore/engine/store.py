@@ -83,7 +83,7 @@ class PageStoreEngine:
 
     def __init__(self, config: PageStoreConfig, parts: EngineParts, metrics: PageStoreMetrics) -> None:
         self._config = config
-        self._keyspaces = KeyspaceBook()
+        self._keyspaces = KeyspaceBook(config.max_keyspaces)
         self._adopting = asyncio.Lock()
         policies = PolicyBook(node_policy(config, has_disk=parts.store is not None))
         self._announcer = Announcer(parts.index)
@@ -154,11 +154,14 @@ class PageStoreEngine:
         """List who may refuse pages, and who handles which event: the only place that joins these parts."""
         # In this order: who asks later is not asked for nothing. A pin is counted, and taken back by the caller if the
         # page does not come; a quota is met by giving pages up, so it is asked when nothing else can refuse the page.
-        self._admission.set_rules((self.drain.refusal, self.retention.refusal, self.quotas.refusal))
+        self._admission.set_rules(
+            (self._keyspaces.refusal, self.drain.refusal, self.retention.refusal, self.quotas.refusal)
+        )
         # Kinds are independent of each other: each handler changes its own part's state alone, except those that
         # begin work, which look at the page table, consistent by then. Of one kind, in this order.
         subscriptions: list[Subscription[Any]] = [
-            # The next admission must see every byte: quotas count it before anything else can be asked.
+            # The next admission must see every byte: both count it before anything else can be asked.
+            Subscription(BytesHeld, self._keyspaces.count),
             Subscription(BytesHeld, self.quotas.count),
             Subscription(PolicyChanged, self.quotas.take_policy),
             # Pages that leave are unpinned only after all that holds them has let go, so that a page which only moves
@@ -281,8 +284,9 @@ class PageStoreEngine:
     async def open_session(self, request: SessionRequest, expected_incarnation: int) -> PeerSession:
         """Raises StaleIncarnation, Draining, TenantDenied, InvalidRequest, Overloaded."""
         self.check_incarnation(expected_incarnation)
-        await self.policies.learn([keyspace for keyspace, _ in request.keyspaces])
-        return await self.sessions.open(request)
+        named = self.sessions.admit(request)  # before the index is asked of ids that no keyspace has
+        await self.policies.learn([one.keyspace for one in named])
+        return await self.sessions.open(request, named)
 
     def prepare(self, peer: PeerSession, share_bytes: int) -> tuple[list[int], bool]:
         """Assign prepared segments to a session's tenant, to be mapped ahead of use; see SegmentTable.assign.
