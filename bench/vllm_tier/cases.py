@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from bench.vllm_gpu.samples import Samples
 
 Case = dict[str, Any]
+_LOADED_SHARE = 0.9
 
 
 def cases(samples: Samples) -> dict[str, Case]:
@@ -28,13 +30,12 @@ def cases(samples: Samples) -> dict[str, Case]:
         add(
             f"ttft {tokens} computed with the tier", "ms", samples.median("ttft computed", "tier", key=tokens), computed
         )
-        memory = samples.median("ttft from memory", "tier", key=tokens)
+        memory = _loaded(samples, "memory", "tier", tokens)
         add(f"ttft {tokens} from the pool's memory", "ms", memory, computed, limit=0.25)
         region = samples.median("ttft from region", "tier", key=tokens)
         add(f"ttft {tokens} from vLLM's CPU region", "ms", region, computed)
     for tokens in samples.keys("ttft from disk"):
-        files = samples.median("ttft from disk", "fs", key=tokens)
-        disk = samples.median("ttft from disk", "tier", key=tokens)
+        files, disk = (_loaded(samples, "disk", kind, tokens) for kind in ("fs", "tier"))
         add(f"ttft {tokens} from the pool's disk", "ms", disk, files, limit=0.7)
     for place, kind in (("memory", "tier"), ("disk", "tier"), ("disk", "fs")):
         shares = samples.values(f"share from {place}", kind)
@@ -64,3 +65,14 @@ def cases(samples: Samples) -> dict[str, Case]:
     if equal + unequal:
         add("right bytes", "blocks", equal, equal + unequal, least=1.0)
     return found
+
+
+def _loaded(samples: Samples, place: str, kind: str, tokens: int) -> float | None:
+    """The median of first tokens of prompts that were loaded, not computed because some chunk of them was missing."""
+    shares = samples.values(f"share from {place}", kind)
+    times = [
+        ms
+        for ms, share in zip(samples.values(f"ttft from {place}", kind, key=tokens), shares, strict=True)
+        if share > _LOADED_SHARE
+    ]
+    return statistics.median(times) if times else None

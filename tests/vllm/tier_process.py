@@ -59,9 +59,9 @@ class Server:
         self._requests = 0
         self._stats: dict[str, float] = {}
 
-    def begin_store(self, seed: int, first: int, count: int) -> None:
+    def begin_store(self, seed: int, first: int, count: int, params: dict[str, Any] | None = None) -> None:
         """What the GPU has computed reaches the CPU region, and is offered to the tier."""
-        request, keys = self.new_request(), chunk_keys(seed, first, count)
+        request, keys = self.new_request(params), chunk_keys(seed, first, count)
         prepared = self.manager.prepare_store(keys, request)
         assert prepared is not None, "vLLM's region has no room"
         view = self.manager.primary_tier.get_kv_memoryview()
@@ -71,8 +71,8 @@ class Server:
         self.manager.complete_store(prepared.keys_to_store, request)
         self.manager.on_request_finished(request)
 
-    def store(self, seed: int, first: int, count: int) -> dict[str, float]:
-        self.begin_store(seed, first, count)
+    def store(self, seed: int, first: int, count: int, params: dict[str, Any] | None = None) -> dict[str, float]:
+        self.begin_store(seed, first, count, params)
         return self.settle()
 
     def settle(self) -> dict[str, float]:
@@ -82,9 +82,9 @@ class Server:
         self.step()
         return self.stats()
 
-    def look_up(self, seed: int, first: int, count: int) -> dict[str, Any]:
+    def look_up(self, seed: int, first: int, count: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """As a request that waits: until each chunk is in the region or a miss. Then what is in the region is read."""
-        request, keys = self.new_request(), chunk_keys(seed, first, count)
+        request, keys = self.new_request(params), chunk_keys(seed, first, count)
         answers: dict[OffloadKey, LookupResult] = {}
         steps = 0
         while len(answers) < len(keys):
@@ -147,10 +147,10 @@ class Server:
     def close(self) -> None:
         self.manager.shutdown()
 
-    def new_request(self) -> ReqContext:
-        """One that the manager knows of."""
+    def new_request(self, params: dict[str, Any] | None = None) -> ReqContext:
+        """One that the manager knows of. params: its `kv_transfer_params`."""
         self._requests += 1
-        request = ReqContext(req_id=f"request {self._requests}")
+        request = ReqContext(req_id=f"request {self._requests}", kv_transfer_params=params)
         self.manager.on_new_request(request)
         return request
 

@@ -13,6 +13,7 @@ from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.connectors.vllm.tier.lookups import TierLookups
 from kvpool.connectors.vllm.tier.settings import TierSettings
 from kvpool.core.errors import InvalidRequest, ServiceUnavailable
+from kvpool.core.retention import NO_RETENTION, Retention
 
 CHUNK = 64
 ADDRESSES = {"index_endpoints": ["127.0.0.1:7100"], "pagestore": "unix:/run/kvpool/pagestore.sock"}
@@ -26,6 +27,7 @@ class ScriptedStore:
         self.chunks: dict[bytes, bytes] = {}
         self.asked: list[list[bytes]] = []
         self.offered: list[list[bytes]] = []
+        self.retained: list[tuple[bytes, Retention]] = []
         self.held = False
         self.error: Exception | None = None
         self._waiting: list[Any] = []
@@ -42,8 +44,11 @@ class ScriptedStore:
 
         return self._call(copy)
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], written: list[int]) -> Future[list[bool]]:
+    def put(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], written: list[int], retention: Retention
+    ) -> Future[list[bool]]:
         self.offered.append(list(keys))
+        self.retained += [(key, retention) for key in keys if retention != NO_RETENTION]
 
         def copy() -> list[bool]:
             for position, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
@@ -128,6 +133,8 @@ def test_a_tier_without_a_revision_is_refused_with_what_to_set() -> None:
         ({"pages_in_flight": 0}, "pages_in_flight"),
         ({"pages_in_flight": True}, "pages_in_flight"),
         ({"trusts_arena": 1}, "trusts_arena"),
+        ({"model_id": "m" * 2000}, "model_id"),
+        ({"model_revision": "r" * 2000}, "model_revision"),
     ],
 )
 def test_a_setting_that_is_wrong_is_named(given: dict[str, Any], named: str) -> None:
@@ -156,6 +163,18 @@ def test_servers_share_only_where_everything_agrees_that_kv_depends_on() -> None
         space_id(settings(), model_name="org/other"),
     ]
     assert len({plain, *others}) == len(others) + 1
+
+
+def test_retention_reaches_chunks_that_the_cluster_is_known_to_have() -> None:
+    world, pinned = World(), Retention(pinned_until_us=1 << 60)
+    world.jobs.store(world.store, 1, keys("a", "b"), [0, 1])
+    world.jobs.ended()
+    world.jobs.store(world.store, 2, keys("a", "b"), [0, 1])
+    assert world.store.offered == [keys("a", "b")] and not world.store.retained
+    world.jobs.store(world.store, 3, keys("a"), [0], pinned)
+    assert world.store.retained == [(b"a", pinned)]
+    (second, third) = world.jobs.ended()
+    assert second.success and third.success and not third.stored, "it was there"
 
 
 def test_a_look_up_is_asked_once_a_step_and_answered_later() -> None:

@@ -20,6 +20,7 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.external_keys import foreign_chunk_hash, object_keyspace, object_range, salt_of
 from kvpool.core.grid import ShardGrid
 from kvpool.core.payload import ShardPayload
+from kvpool.core.retention import NO_RETENTION, Retention
 
 ObjectKey: TypeAlias = bytes | str | tuple[bytes, ...]
 """A name: equal only for equal names. Of several parts, none of which is taken for another's beginning."""
@@ -45,6 +46,9 @@ class AsyncObjects:
     async def get(self, keys: Sequence[ObjectKey], buffers: Sequence[HostBuffer]) -> list[bool]:
         """Read objects into buffers; which of them came. The buffer of one that did not may have been written to."""
         views = self._views(keys, buffers)
+        for number, view in enumerate(views):
+            if view.readonly:
+                raise InvalidRequest(f"buffers[{number}] is read-only")
         opened = await self._opened()
         if opened is None:
             return [False] * len(keys)
@@ -60,9 +64,17 @@ class AsyncObjects:
             _release(views)
 
     async def put(
-        self, keys: Sequence[ObjectKey], buffers: Sequence[HostBuffer], *, written: list[int] | None = None
+        self,
+        keys: Sequence[ObjectKey],
+        buffers: Sequence[HostBuffer],
+        *,
+        written: list[int] | None = None,
+        retention: Retention = NO_RETENTION,
     ) -> list[bool]:
-        """Write objects; which of them are in the cluster now. written: gets the positions of those that were not."""
+        """Write objects; which of them are in the cluster now. written: gets the positions of those that were not.
+
+        retention: of all of them; it extends what holds for those that are there.
+        """
         views = self._views(keys, buffers)
         opened = await self._opened()
         if opened is None:
@@ -77,7 +89,7 @@ class AsyncObjects:
             payload[part.size_bytes :] = bytes(payload.nbytes - part.size_bytes)
 
         try:
-            stored = await self._pages.put(opened, _chunks(opened, keys), fill)
+            stored = await self._pages.put(opened, _chunks(opened, keys, retention), fill)
         finally:
             _release(views)
         if written is not None:
@@ -118,8 +130,8 @@ def _copy(source: memoryview, destination: memoryview) -> None:
     np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _chunks(opened: OpenedShards, keys: Sequence[ObjectKey]) -> list[ChunkPlace]:
-    return [ChunkPlace.alone(object_hash(opened.hash_key, key)) for key in keys]
+def _chunks(opened: OpenedShards, keys: Sequence[ObjectKey], retention: Retention = NO_RETENTION) -> list[ChunkPlace]:
+    return [ChunkPlace.alone(object_hash(opened.hash_key, key), retention) for key in keys]
 
 
 def object_hash(hash_key: bytes, key: ObjectKey) -> bytes:

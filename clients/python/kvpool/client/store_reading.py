@@ -125,25 +125,29 @@ class _Copying:
                 while ended:
                     await self._note(*ended.popleft())
         except BaseException:  # cancelled, or a copy that must not fail: the slots are read no more either way
-            for slot in [slot for _, slot, _ in ended] + [slot for _, slot in self._waiting]:
+            for _, slot, _ in ended:
                 self._leases.add(slot.lease_id)
-            self._waiting.clear()
+            while (left := self._next_waiting()) is not None:
+                self._leases.add(left[1].lease_id)
             raise
         finally:
             self._running -= 1
 
     def _take_waiting(self, ended: deque[tuple[WantedPage, Slot, bool | PageFault]]) -> None:
         """Runs in several threads at once."""
-        while True:
-            try:
-                page, slot = self._waiting.popleft()
-            except IndexError:
-                return
+        while (waiting := self._next_waiting()) is not None:
             result: bool | PageFault = False
             try:
-                result = _take_page(self._session, self._space, page, slot, self._take)
+                result = _take_page(self._session, self._space, *waiting, self._take)
             finally:
-                ended.append((page, slot, result))
+                ended.append((*waiting, result))
+
+    def _next_waiting(self) -> tuple[WantedPage, Slot] | None:
+        """The caller's from now on; any thread may ask."""
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
 
     async def _note(self, page: WantedPage, slot: Slot, result: bool | PageFault) -> None:
         if isinstance(result, PageFault):

@@ -11,6 +11,7 @@ from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey
 from kvpool.core.payload import payload_bytes
+from kvpool.core.retention import NO_RETENTION, Retention
 
 PayloadCopy = Callable[[int, int, memoryview], None]
 """(position of the chunk in the call, shard, payload): fills a payload, or reads one. Runs in a copy thread, keeps no
@@ -25,11 +26,12 @@ class ChunkPlace:
     parent_hash: bytes
     chunk_index: int
     group_head_hash: bytes
+    retention: Retention = NO_RETENTION  # of its pages, where it is written
 
     @classmethod
-    def alone(cls, chunk_hash: bytes) -> ChunkPlace:
+    def alone(cls, chunk_hash: bytes, retention: Retention = NO_RETENTION) -> ChunkPlace:
         """A chunk of which no neighbours are known."""
-        return cls(chunk_hash, ROOT_HASH, 0, chunk_hash)
+        return cls(chunk_hash, ROOT_HASH, 0, chunk_hash, retention)
 
     @classmethod
     def chain(cls, hashes: Sequence[bytes], first: int = 0) -> list[ChunkPlace]:
@@ -48,7 +50,12 @@ class ChunkPlace:
     def metadata(self) -> PageMetadata:
         """What the pagestore keeps beside each page."""
         return PageMetadata(
-            parent_hash=self.parent_hash, chunk_index=self.chunk_index, group_head_hash=self.group_head_hash
+            parent_hash=self.parent_hash,
+            chunk_index=self.chunk_index,
+            group_head_hash=self.group_head_hash,
+            ttl_ms=self.retention.ttl_ms,
+            priority=self.retention.priority,
+            pinned_until_us=self.retention.pinned_until_us,
         )
 
 

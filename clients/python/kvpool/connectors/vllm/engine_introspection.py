@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import json
 import secrets
 import sys
 import threading
@@ -33,6 +34,30 @@ def outer_config(vllm_config: Any) -> Any:
             outermost = frame.f_locals.get("vllm_config", outermost)
         frame = frame.f_back
     return outermost
+
+
+def kinds_of_kv() -> list[Any] | None:
+    """Return what the bytes of each KV cache group depend on beside their number: the kind of its layers, element
+    types, windows; equal for all TP ranks. None if no caller has vLLM's KV cache configuration.
+
+    A secondary tier is not given it: it is read from the frame of the connector that creates the tier.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        groups = getattr(frame.f_locals.get("kv_cache_config"), "kv_cache_groups", None)
+        if groups is not None:
+            return [_kind_of(group.kv_cache_spec) for group in groups]
+        frame = frame.f_back
+    return None
+
+
+def _kind_of(spec: Any) -> list[Any]:
+    layers = getattr(spec, "kv_cache_specs", None)  # of layers that differ in size alone
+    if layers:
+        return sorted({json.dumps(_kind_of(layer)) for layer in layers.values()})
+    names = ("dtype", "cache_dtype_str", "kv_quant_mode", "sliding_window", "attention_chunk_size", "mamba_type")
+    values = [str(getattr(spec, name, None)) for name in names]
+    return [type(spec).__name__, *values, *map(str, getattr(spec, "dtypes", ()))]
 
 
 def loads_wait_for_work(vllm_config: Any, outer: Any, *, is_fenced: bool) -> bool:

@@ -16,6 +16,7 @@ from kvpool.client.store_values import KeyspaceShards
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.core.errors import KvPoolError
+from kvpool.core.retention import NO_RETENTION, Retention
 
 _log = logging.getLogger(f"vllm.{__name__}")
 
@@ -26,7 +27,9 @@ class ChunkStore(Protocol):
 
     def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]: ...
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]: ...
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], written: list[int]) -> Future[list[bool]]: ...
+    def put(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], written: list[int], retention: Retention
+    ) -> Future[list[bool]]: ...
 
 
 class ClusterChunks:
@@ -41,8 +44,10 @@ class ClusterChunks:
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
         return self._start(lambda pages: self._of(pages).get(keys, buffers))
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], written: list[int]) -> Future[list[bool]]:
-        return self._start(lambda pages: self._of(pages).put(keys, buffers, written=written))
+    def put(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], written: list[int], retention: Retention
+    ) -> Future[list[bool]]:
+        return self._start(lambda pages: self._of(pages).put(keys, buffers, written=written, retention=retention))
 
     def _of(self, pages: AsyncStorePages) -> AsyncObjects:
         return AsyncObjects(pages, self._space, self._size_bytes)
@@ -105,11 +110,22 @@ class TierJobs:
         """Of vLLM's region that stores keep pinned now."""
         return len(self._storing) * self._chunk_bytes
 
-    def store(self, store: ChunkStore, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
-        """Begin to store the chunks that the cluster is not known to have, as many as there is room for."""
+    def store(
+        self,
+        store: ChunkStore,
+        job_id: int,
+        keys: Sequence[bytes],
+        chunk_ids: Iterable[int],
+        retention: Retention = NO_RETENTION,
+    ) -> None:
+        """Begin to store the chunks that the cluster is not known to have, as many as there is room for.
+
+        retention: of all of them; any of its own reaches those that the cluster has, too.
+        """
         new: dict[bytes, int] = {}
         for key, chunk_id in zip(keys, chunk_ids, strict=True):
-            if key not in self._known and key not in self._storing:
+            known = key in self._known and retention == NO_RETENTION
+            if not known and key not in self._storing:
                 new.setdefault(key, chunk_id)
         self.known_chunks += len(keys) - len(new)
         room = max(0, self._store_bytes_max - self.storing_bytes) // self._chunk_bytes
@@ -119,7 +135,7 @@ class TierJobs:
         if taken:
             self._storing.update(job.keys)
             job.buffers = [self._chunk(chunk_id) for _, chunk_id in taken]
-            job.copied = store.put(job.keys, job.buffers, job.written)
+            job.copied = store.put(job.keys, job.buffers, job.written, retention)
         self._open[job_id] = job
 
     def load(self, store: ChunkStore, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:

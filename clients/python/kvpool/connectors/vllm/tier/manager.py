@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, ClassVar
@@ -29,12 +30,16 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvpool.client.store_sync import StorePages
 from kvpool.client.store_values import StoreCounts
+from kvpool.connectors.vllm.engine_introspection import kinds_of_kv
+from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.releases import cache_hit_sources, job_result, tier_arguments
+from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.connectors.vllm.switch_interval import shorten_switch_interval
 from kvpool.connectors.vllm.tier.jobs import ClusterChunks, TierJobs
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.connectors.vllm.tier.lookups import TierLookups
 from kvpool.connectors.vllm.tier.settings import TierSettings
+from kvpool.core.retention import NO_RETENTION
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _HIT_SOURCES = cache_hit_sources()
@@ -89,8 +94,10 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         self._pages = StorePages(store, "vllm tier")
         self._lookups = TierLookups(known, self._settings.lookup_timeout_s)
         self._epoch, self._resets = "", 0
+        self._kinds = kinds_of_kv()
         self._chunks: ClusterChunks | None = None
         self._finished: list[JobResult] = []  # of jobs that ended in a drain
+        self._log_limiter = LogRateLimiter()
         self._shown: dict[str, int] = {}
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events and self._settings.enable_kv_events
         self._events: list[OffloadingEvent] | None = [] if publishes else None
@@ -99,22 +106,34 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
     def _store(self) -> ClusterChunks:
         """The chunks of this epoch. vLLM decides the seed of its hashes only after it has made the tiers."""
         if self._chunks is None:
-            space = self._settings.space(_facts(self._offloading_spec), self._chunk_bytes, self._epoch)
+            facts = {**_facts(self._offloading_spec), "kinds": self._kinds}
+            space = self._settings.space(facts, self._chunk_bytes, self._epoch)
             self._chunks = ClusterChunks(self._pages, space, self._chunk_bytes)
             _log.info("kvpool: the tier %s shares keyspace %s", self.tier_type, space.name)
         return self._chunks
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        options = RequestOptions.of(req_context.kv_transfer_params, _wall_us)
+        req_context.set_state(options)
+        if options.refused and self._log_limiter.due("options"):
+            more = self._log_limiter.suppressed("options")
+            _log.warning("kvpool: the tier leaves request %s alone: %s%s", req_context.req_id, options.refused, more)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not _options(req_context).load:
+            return LookupResult.MISS
         verdict = self._lookups.verdict(key, req_context.req_id)
         if verdict is None:
             return LookupResult.RETRY
         return LookupResult.HIT if verdict else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._jobs.store(self._store, job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids)
+        options, job_id = _options(job_metadata.req_context), job_metadata.job_id
+        keys, chunk_ids = list(job_metadata.keys), job_metadata.chunk_ids
+        if not options.store:
+            keys, chunk_ids = [], ()
+        self._jobs.store(self._store, job_id, keys, chunk_ids, options.retention or NO_RETENTION)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._jobs.load(self._store, job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids)
@@ -198,6 +217,15 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
                 stats.increase_counter(_METRIC_PREFIX + name, value - self._shown.get(name, 0))
         self._shown = now
         return stats
+
+
+def _wall_us() -> int:
+    return time.time_ns() // 1000
+
+
+def _options(req_context: ReqContext) -> RequestOptions:
+    """As `on_new_request` has read them; a request of which it was not told, as another engine's, has none."""
+    return req_context.get_state(RequestOptions) or RequestOptions()
 
 
 def _facts(spec: OffloadingSpec) -> dict[str, Any]:

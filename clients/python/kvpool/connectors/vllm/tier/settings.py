@@ -11,6 +11,7 @@ from kvpool.client.object_store import object_space
 from kvpool.client.store_config import StoreConfig
 from kvpool.client.store_values import KeyspaceShards
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.geometry import check_name
 
 _ENGINE = "vllm-tier"
 _LOCALITIES = ("", "LOCAL", "REMOTE")
@@ -40,6 +41,8 @@ class TierSettings:
                 '{"type": "KvPoolTier", "model_revision": "a commit or digest of the weights"}: vLLM does not say '
                 "which weights a model's name stands for, and KV of other weights must not be taken for KV of these"
             )
+        check_name("model_id", self.model_id, may_be_empty=True)
+        check_name("model_revision", self.model_revision)
         for name in ("lookup_timeout_s", "known_s"):
             if getattr(self, name) <= 0:
                 raise InvalidRequest(f"{name} must be > 0, got {getattr(self, name)}")
