@@ -82,6 +82,7 @@ class PageTable:
             on_evict=self._evicted,
             now_us=now_us,
             links=links,
+            is_on_disk=disk_map.__contains__ if disk_map is not None else lambda key: False,
         )
         self.sessions = SessionTable(grace_s=limits.grace_s)
         self.dirty_bytes = 0
@@ -121,8 +122,7 @@ class PageTable:
 
     def metadata(self, key: PageKey) -> PageMetadata | None:
         """Return what is kept beside a page that is here; staging knows the latest."""
-        slot = self.find(key)
-        if slot is not None:
+        if (slot := self.find(key)) is not None:
             return slot.page.metadata
         return self.disk_map.metadata(key) if self.disk_map is not None else None
 
