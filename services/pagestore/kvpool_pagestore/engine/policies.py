@@ -17,9 +17,10 @@ from kvpool_pagestore.core.events import BytesHeld, DiskChanged, PagesEvicted, P
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
-from kvpool_pagestore.core.slots import Slot, SlotState
+from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine.context import EngineContext, Tiers
 from kvpool_pagestore.engine.disk_tier import DiskTier
+from kvpool_pagestore.engine.inventory import staged_parts
 from kvpool_pagestore.ports import IndexLink
 
 _log = logging.getLogger(__name__)
@@ -152,14 +153,12 @@ class Policies:
 
     async def _apply_plan(self, keyspace: bytes) -> None:
         """Do what a changed plan says of the pages that are visible now; those that come later follow it anyway."""
-        slots = self._table.ready_slots(keyspace)
-        for start in range(0, len(slots), _PAGES_A_TURN):
-            if start:
+        for part, slots in enumerate(staged_parts(self._table, keyspace, _PAGES_A_TURN)):
+            if part:
                 await asyncio.sleep(0)
-            for slot in slots[start : start + _PAGES_A_TURN]:
-                if slot.state is SlotState.READY and not slot.deleted and slot.page.key.keyspace == keyspace:
-                    self._table.reannounce(slot)
-                    self._reconsider(slot)
+            for slot in slots:
+                self._table.reannounce(slot)
+                self._reconsider(slot)
 
     async def _save(self) -> None:
         if self._disk is None:
