@@ -316,12 +316,12 @@ def test_a_request_says_whether_it_is_stored_and_loaded(
         settings = cluster.settings(**way)
         with server(processes[0], settings) as one, server(processes[1], settings) as two:
             one("store", seed=kept, first=0, count=4, params={"kvpool": {"store": False}})
+            assert one.found(kept) == 4, "in vLLM's own region"
             counters = one("store", seed=refused, first=0, count=4, params={"kvpool": {"prefetch": 1}})
             assert counters.get("cascade_job_failures", 0) == 0
             one("store", seed=shared, first=0, count=4, params={"kvpool": {"ttl_s": 600, "priority": 5}})
             assert two("look_up", seed=shared, first=0, count=4, params={"kvpool": {"load": False}})["hits"] == 0
             assert [two.found(seed) for seed in (shared, kept, refused)] == [4, 0, 0]
-            assert one.found(kept) == 4, "vLLM's own region is not asked"
 
 
 def test_jobs_under_a_pagestore_that_stands_still_end_when_it_is_killed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,6 +19,8 @@ from kvpool_pagestore.core.events import PolicyChanged
 from kvpool_pagestore.core.page_table import Grant
 from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine.sessions import PeerSession
+from kvpool_pagestore.ports import PageWrite
+from tests.fixtures.many_pages import CHAIN_PAGES, reserve_tiny, room_for, stage_tiny, steps_of
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
@@ -31,6 +34,7 @@ from tests.fixtures.pagestore import (
     new_world,
     page_key,
     running_engine,
+    sealed_page,
 )
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 from tests.fixtures.stored_pages import stored_pages
@@ -264,3 +268,65 @@ async def test_pages_of_a_keyspace_beyond_their_number_are_refused_until_another
             await running.engine.clear(TENANT, KEYSPACE)
             assert await put(running, peer, OTHER, 1) is None
             assert isinstance(await put(running, peer, KEYSPACE, 0), QuotaExceeded)
+
+
+@pytest.mark.parametrize("case", ["nothing on disk", "the last chain on disk", "ends of chains in use"])
+async def test_what_a_store_over_a_quota_looks_at_does_not_grow_with_what_is_staged(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool_pagestore.engine.policies._SPARE_BYTES", 0)  # give up one page, however many there are
+
+    async def steps(page_count: int) -> int:
+        with new_world() as world:
+            async with running_engine(
+                world, write_policy="selective", selective_min_uses=100, **room_for(page_count)
+            ) as running:
+                peer, tiers = await open_session(running), running.engine.tiers
+                table, disk = tiers.staging.table, tiers.disk
+                assert disk is not None
+                for number in range(page_count):
+                    page = stage_tiny(running, peer, number).page
+                    if case == "the last chain on disk" and number >= page_count - CHAIN_PAGES:
+                        await disk.write([written(page)])
+                    if case == "ends of chains in use" and number % CHAIN_PAGES == CHAIN_PAGES - 1:
+                        table.acquire(peer.session, page.key)
+                used_bytes = running.engine.quotas.used_bytes(KEYSPACE)
+                running.engine.quotas.take_policy(PolicyChanged(KEYSPACE, KeyspacePolicy(quota_bytes=used_bytes)))
+                count = steps_of(lambda: reserve_tiny(running, peer, page_count))
+                assert table.ready_count == page_count - 1
+                return count
+
+    assert await steps(2048) < 1.5 * await steps(256)
+
+
+def written(page: PageRecord) -> PageWrite:
+    return PageWrite(key=page.key, page=memoryview(sealed_page(page.key)), metadata=page.metadata)
+
+
+async def test_copies_of_what_is_on_disk_go_first_and_leave_gaps_but_never_what_is_staged_alone() -> None:
+    with new_world() as world:
+        async with running_engine(world, write_policy="selective", selective_min_uses=100, **room_for(64)) as running:
+            peer, tiers = await open_session(running), running.engine.tiers
+            table, disk = tiers.staging.table, tiers.disk
+            assert disk is not None
+            pages = [stage_tiny(running, peer, number).page for number in range(64)]
+            durable = [page for page in pages if page.metadata.chunk_index in (0, 3, CHAIN_PAGES - 1)]
+            assert set((await disk.write([written(page) for page in durable])).values()) == {None}
+            lost = durable.pop()
+            disk.discard([lost.key])
+
+            def go() -> list[PageKey]:
+                with closing(table.space.victims([KEYSPACE], lambda slot: False, only_on_disk=True)) as victims:
+                    gone = []
+                    for slot in victims:
+                        gone.append(slot.page.key)
+                        table.give_up(slot)
+                    return gone
+
+            gone = go()
+            assert sorted(gone) == sorted(page.key for page in durable)
+            ends = {page.key for page in durable if page.metadata.chunk_index == CHAIN_PAGES - 1}
+            assert set(gone[: len(ends)]) == ends, "gaps come last"
+            assert table.find(lost.key) is not None and table.ready_count == 64 - len(durable)
+            assert await here(running, peer, 3)
+            assert go() == [page_key(3)], "read from the disk, it is a copy again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -242,3 +243,64 @@ def test_an_unlikely_key_that_is_used_right_after_it_came_is_not_unlikely_any_mo
     policy.touch(5000)  # among so many keys another use just now would be the same one
     assert 5001 in [policy.evict() for _ in range(10)]
     assert 5000 in policy
+
+
+def test_copies_and_gaps_are_those_that_a_walk_over_all_keys_finds() -> None:
+    random, now_us, found_count = Random(1), 0, 0
+    policy: EvictionPolicy[int] = EvictionPolicy()
+    inside: dict[int, tuple[bool, bool, int]] = {}  # is it a copy, is it held, until when is it pinned
+
+    def above(key: int) -> set[int]:
+        return {key >> bits for bits in range(1, key.bit_length())}
+
+    def free(domains: set[int], *, only_copies: bool) -> tuple[set[int], set[int]]:
+        """Ends of chains, and gaps."""
+        may_go = {
+            key
+            for key, (is_copy, is_held, until_us) in inside.items()
+            if key % 3 in domains and not is_held and until_us <= now_us and (is_copy or not only_copies)
+        }
+        kept = set().union(*map(above, inside))
+        return may_go - kept, may_go & kept
+
+    for _ in range(4000):
+        key, what = random.randrange(1, 64), random.randrange(-9, 7)
+        domains, only_copies = {key % 3, random.randrange(3)}, random.random() < 0.5
+        if what < 2 and key not in inside and (key == 1 or key >> 1 in inside):
+            until_us = now_us + random.choice([0, 0, 5])
+            policy.insert(key, key >> 1 or None, domain=key % 3, retention=Retention(pinned_until_us=until_us))
+            inside[key] = (False, False, until_us)
+        elif what == 2 and key in inside:
+            is_copy, is_held, until_us = not inside[key][0], random.random() < 0.2, inside[key][2]
+            policy.mark_row(policy._rows.find(key), is_copy=is_copy)
+            (policy.hold if is_held else policy.release)(key)
+            inside[key] = (is_copy, is_held, until_us)
+        elif what == 3 and random.random() < 0.2:
+            policy.remove(key)
+            inside.pop(key, None)
+        elif what == 4:
+            policy.touch(key)
+        elif what == 5:
+            now_us += 1
+            victim = policy.evict(now_us, domains=domains, only_copies=only_copies)
+            ends, gaps = free(domains, only_copies=only_copies)
+            assert victim in ends if ends else victim is None
+            if victim is None:
+                found = [policy._rows.key(row) for row in policy.gaps(domains, only_copies=only_copies)]
+                assert sorted(found) == sorted(gaps)
+                found_count += len(found)
+            else:
+                del inside[victim]
+    assert found_count > 100 and len(policy) == len(inside)
+
+
+def test_a_search_for_gaps_goes_on_where_the_one_before_has_stopped() -> None:
+    policy: EvictionPolicy[int] = EvictionPolicy()
+    for number in range(20_000):
+        policy.insert(number, number - 1 if number else None, domain="a")
+    policy.hold(19_999)
+    assert policy.evict(domains=["a"]) is None
+    found = [policy._rows.key(next(policy.gaps(["a"]))) for _ in range(5)]
+    assert found == [0, 1, 2, 3, 4]
+    assert len(list(policy.gaps(["a"]))) == 19_999
+    assert not list(policy.gaps(["a"], only_copies=True)) and not list(policy.gaps(["b"]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import log2
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from kvpool_pagestore.core.key_rows import NO_ROW, DictRows, K, KeyRows
 from kvpool_pagestore.core.retained import EXPIRED_PRIORITY, PLAIN, Retention
+from kvpool_pagestore.core.use_history import Ghosts, LruWindow
 
 _PRESENT, _HELD = 1, 2  # flags of a row; without _PRESENT it only stands for a parent of keys that are inside
 _MAX_USES = 255
@@ -31,77 +32,22 @@ _UNKNOWN, _MAX_POSITION = -1, (1 << 31) - 1
 _LOG_USES = [0.0, *(log2(uses) for uses in range(1, _MAX_USES + 1))]
 _FIRST_WEIGHT, _LEAST_WEIGHT, _MOST_WEIGHT, _WEIGHT_STEP = 1 / 23, 1 / 64, 1.0, 1 + 1 / 60
 _SAME_USE_SHARE = 128  # uses within this part of the keys inside are one: shards of a chunk, a look-up and its load
-_WINDOW_SHARE = 8  # ticks of the LRU window for each key, at most
 _EXACT_KEYS = 4096  # with fewer keys inside, each score has a queue of its own
 _NEVER, _SCORE_BITS = 1 << 62, 48
 _PLAIN_CLASS = 1 - EXPIRED_PRIORITY
+_GAP_CLASS = 255  # of a key that could go, but for those after it in its chain; above every priority
+_COPIES = 1  # added to the number of a domain's shelf, which is even: that of its copies
+_GAP_ROWS = 4096  # looked at together in the search for gaps
 _TURN = 256  # entries of a backlog that one call works off
-_MASK, _MULTIPLIER = (1 << 64) - 1, 0x9E3779B97F4A7C15  # 2**64 / golden ratio
-
-
-class _Ghosts:
-    """Uses and last tick of keys that left: a cell of 8 bytes for each, two cells for a key inside, the newer wins."""
-
-    def __init__(self) -> None:
-        self._cells = np.zeros(1, np.uint64).data
-
-    def put(self, number: int, uses: int, tick: int, key_count: int) -> None:
-        if 2 * len(self._cells) < 3 * key_count:
-            self._cells = np.zeros(2 * key_count, np.uint64).data  # its memory comes as it is used
-        mixed = number * _MULTIPLIER & _MASK
-        self._cells[(mixed >> 24) % len(self._cells)] = (mixed & 0xFFFFFF) << 40 | uses << 32 | tick & 0xFFFFFFFF
-
-    def take(self, number: int, now: int) -> tuple[int, int]:
-        """Uses and last tick, once; zeros if they are not known."""
-        mixed = number * _MULTIPLIER & _MASK
-        at = (mixed >> 24) % len(self._cells)
-        cell = self._cells[at]
-        if cell >> 40 != mixed & 0xFFFFFF or not cell & 0xFF00000000:
-            return 0, 0
-        self._cells[at] = 0
-        return cell >> 32 & 0xFF, now - (now - cell & 0xFFFFFFFF)
-
-
-class _LruWindow:
-    """What LRU would hold, exactly: ticks after `start` of which so many are the last use of their key."""
-
-    def __init__(self) -> None:
-        self.start = self.now = self.count = 0
-        self._is_last = bytearray()  # of the ticks from start + 1 on
-
-    def use(self, last: int, key_count: int) -> None:
-        """The next tick, of a key whose last use was that one."""
-        if last > self.start:
-            self.forget(last)
-        self.now += 1
-        self._is_last.append(1)
-        self.count += 1
-        if len(self._is_last) > _WINDOW_SHARE * (key_count + _TURN):
-            self._drop()
-
-    def forget(self, last: int) -> None:
-        if last > self.start and self._is_last[last - self.start - 1]:
-            self._is_last[last - self.start - 1] = 0
-            self.count -= 1
-
-    def shrink(self, key_count: int) -> None:
-        for _ in range(_TURN):
-            if self.count <= key_count:
-                break
-            self._drop()
-
-    def _drop(self) -> None:
-        self.count -= self._is_last[0]
-        del self._is_last[0]  # moves nothing
-        self.start += 1
 
 
 @dataclass(slots=True)
 class _Shelf:
-    """The queues of a domain, by rank: priority and score in one number. The lowest rank goes first."""
+    """Queues of a domain's keys or copies, by rank: priority and score in one number. The lowest rank goes first."""
 
     domain: Hashable
-    key_count: int = 0
+    key_count: int = 0  # of the domain, its copies included; kept by the shelf that has an even number
+    gap_count: int = 0
     ranks: list[int] = field(default_factory=list)  # of queues that are not empty, ascending
     first: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
@@ -113,6 +59,7 @@ class _Part:
     """Shelves of some domains in the order of their lowest ranks, kept while a caller names the same domains."""
 
     domains: Collection[Hashable]
+    only_copies: bool
     domain_count: int  # when it was made: domains may be added to a set that a caller keeps
     shelves: set[int]
     heap: list[tuple[int, int]]  # lowest rank and number of shelves; the rank may have changed since
@@ -124,6 +71,8 @@ class EvictionPolicy(Generic[K]):
     - Never gives up a key while one of its descendants is inside, whatever the order in which they came.
     - A key that is held (being read or written) or pinned is never a victim; if nothing else is left there is none.
     - What has expired goes first, then lower priorities before higher ones, then lower scores.
+    - A key may be marked as a copy: nothing is lost when it goes. Others go by the same order, and one can ask for
+      copies alone.
     - Memory is bounded by the keys inside, what is remembered of others included.
 
     Methods that name a key are ignored if it is not inside, except `insert` and `restore`. Those that name its row take
@@ -132,14 +81,14 @@ class EvictionPolicy(Generic[K]):
 
     def __init__(self, rows: KeyRows[K] | None = None) -> None:
         self._rows: KeyRows[K] = rows if rows is not None else DictRows()
-        self._ghosts, self._window = _Ghosts(), _LruWindow()
+        self._ghosts, self._window = Ghosts(), LruWindow()
         self._weight, self._was_full, self._count, self._now_us = _FIRST_WEIGHT, False, 0, 0
         self._parent, self._children, self._before, self._after, self._shelf, self._position = (
             array("i") for _ in range(6)
         )
         self._last_use, self._score = array("q"), array("q")
         # uses: 0 of an unlikely key that is not used yet.
-        # class: the priority in its rank, from 1 on, of a row in a queue; 0 while it cannot go.
+        # class: the priority in its rank, from 1 on, of a row in a queue; 0 while it cannot go, or _GAP_CLASS.
         self._uses, self._flags, self._class = bytearray(), bytearray(), bytearray()
         self._retained: dict[int, Retention] = {}  # rows whose retention is not plain
         self._due: list[tuple[int, int]] = []  # when to place a row again, and the row
@@ -147,8 +96,9 @@ class EvictionPolicy(Generic[K]):
         self._shelves: dict[int, _Shelf] = {}
         self._shelf_of: dict[Hashable, int] = {}
         self._shelf_count = 0
+        self._gap_at = 0  # the row at which the next search for gaps begins
         self._heap: list[tuple[int, int]] = []  # lowest rank and number of shelves; older ranks may be lower
-        self._part: _Part | None = None
+        self._parts: list[_Part] = []  # one of copies alone, one of all keys
 
     def __len__(self) -> int:
         return self._count
@@ -221,11 +171,11 @@ class EvictionPolicy(Generic[K]):
         before, after = np.zeros(count, np.int32), np.zeros(count, np.int32)
         rank = self._window.now | _PLAIN_CLASS << _SCORE_BITS
         for domain, begin, end in domains:
-            self._shelf_count += 1
-            number = self._shelf_of[domain] = self._shelf_count
-            shelf = self._shelves[number] = _Shelf(domain, key_count=end - begin)
+            number, shelf = self._new_shelf(domain)
             shelves[begin:end] = number
             leaves = begin + np.flatnonzero(children[begin:end] == 0)
+            shelf.key_count, shelf.gap_count = end - begin, end - begin - len(leaves)
+            classes[begin:end] = _GAP_CLASS
             classes[leaves], before[leaves[0]], after[leaves[-1]] = _PLAIN_CLASS, NO_ROW, NO_ROW
             before[leaves[1:]], after[leaves[:-1]] = leaves[:-1], leaves[1:]
             shelf.ranks, shelf.first[rank], shelf.last[rank] = [rank], int(leaves[0]), int(leaves[-1])
@@ -279,6 +229,18 @@ class EvictionPolicy(Generic[K]):
         self._flags[row] &= ~_HELD
         self._place(row)
 
+    def mark_row(self, row: int, *, is_copy: bool) -> None:
+        """Say of a key that is inside, by its row, whether it is a copy. One that comes in is none."""
+        number = self._shelf[row] & ~_COPIES | is_copy
+        if number == self._shelf[row]:
+            return
+        if number not in self._shelves:
+            self._shelves[number] = _Shelf(self._shelves[number & ~_COPIES].domain)
+        if self._class[row]:
+            self._unlink(row)
+        self._shelf[row] = number
+        self._place(row)
+
     def retain(self, key: K, retention: Retention) -> None:
         """Another retention from now on."""
         row = self._find(key)
@@ -301,15 +263,20 @@ class EvictionPolicy(Generic[K]):
             self._free(row)
 
     def evict(
-        self, now_us: int = 0, *, domains: Collection[Hashable] | None = None, spare: Callable[[K], bool] | None = None
+        self,
+        now_us: int = 0,
+        *,
+        domains: Collection[Hashable] | None = None,
+        only_copies: bool = False,
+        spare: Callable[[K], bool] | None = None,
     ) -> K | None:
         """Take out the next victim. None if nothing may go.
 
         domains: only keys of these, if not None; name the same object again while the next victim is to be of the same
-        domains, or each victim costs a step for each of them. spare: keys for which it is true are passed over this
-        time.
+        domains, or each victim costs a step for each of them. only_copies: of these domains. spare: keys for which it
+        is true are passed over this time.
         """
-        row = self._victim(now_us, domains, spare)
+        row = self._victim(now_us, domains, spare, only_copies)
         if row < 0:
             return None
         victim = self._rows.key(row)
@@ -318,20 +285,45 @@ class EvictionPolicy(Generic[K]):
 
     def evict_row(self, now_us: int = 0) -> int:
         """`evict` that returns the row, or NO_ROW. For a caller whose rows are kept until it removes them."""
-        row = self._victim(now_us, None, None)
+        row = self._victim(now_us, None, None, False)
         if row >= 0:
             self._give_up(row)
         return row
 
+    def gaps(self, domains: Collection[Hashable], *, only_copies: bool = False) -> Iterator[int]:
+        """Rows of keys that `evict` could take if there were none after them in their chains, each at most once.
+
+        As of the time of the last victim. The policy may change between two of them. Each search begins where the one
+        before has stopped, and looks at 4096 rows in some 10 us.
+        """
+        found = ((one, self._shelves.get(one)) for one in self._numbers(domains, only_copies))
+        shelves = {number: shelf for number, shelf in found if shelf is not None and shelf.gap_count}
+        for start, stop in ((self._gap_at, len(self._class)), (0, self._gap_at)):
+            for first in range(start, stop, _GAP_ROWS):
+                if not any(shelf.gap_count for shelf in shelves.values()):
+                    return
+                for row in self._gaps_between(first, min(first + _GAP_ROWS, stop), list(shelves)):
+                    if self._class[row] == _GAP_CLASS and self._shelf[row] in shelves:
+                        self._gap_at = row + 1
+                        yield row
+
     # Inside
 
-    def _victim(self, now_us: int, domains: Collection[Hashable] | None, spare: Callable[[K], bool] | None) -> int:
+    def _gaps_between(self, first: int, end: int, shelves: Sequence[int]) -> list[int]:
+        # No view of a column may be left when this returns: it could not grow.
+        rows = first + np.flatnonzero(np.frombuffer(self._class, np.uint8)[first:end] == _GAP_CLASS)
+        gaps: list[int] = rows[np.isin(np.frombuffer(self._shelf, np.int32)[rows], shelves)].tolist()
+        return gaps
+
+    def _victim(
+        self, now_us: int, domains: Collection[Hashable] | None, spare: Callable[[K], bool] | None, only_copies: bool
+    ) -> int:
         """The row that goes next, or NO_ROW."""
         self._now_us, self._was_full = now_us, True
         spared: list[int] = []
         while True:
             more = bool(self._due) and self._place_due()
-            row = self._lowest(domains)
+            row = self._lowest() if domains is None else self._lowest_of(domains, only_copies)
             if row >= 0 and (spare is None or not spare(self._rows.key(row))):
                 break
             if row >= 0:
@@ -375,16 +367,20 @@ class EvictionPolicy(Generic[K]):
             self._append(row, parent, position)
         number = self._shelf_of.get(domain)
         if number is None:
-            self._shelf_count += 1
-            number = self._shelf_of[domain] = self._shelf_count
-            self._shelves[number] = _Shelf(domain)
-            self._part = None  # the domain may be one of its
+            number, _ = self._new_shelf(domain)
         self._shelves[number].key_count += 1
         self._shelf[row], self._flags[row] = number, _PRESENT
         self._count += 1
         if retention is not PLAIN:
             self._note(row, retention)
         return row
+
+    def _new_shelf(self, domain: Hashable) -> tuple[int, _Shelf]:
+        self._shelf_count += 1
+        number = self._shelf_of[domain] = 2 * self._shelf_count
+        shelf = self._shelves[number] = _Shelf(domain)
+        self._parts = []  # the domain may be one of theirs
+        return number, shelf
 
     def _append(self, row: int, parent: K, position: int) -> None:
         """Put a row after its parent in its chain, unless that would contradict what was said of either before."""
@@ -398,17 +394,19 @@ class EvictionPolicy(Generic[K]):
         self._parent[row] = above
         self._children[above] += 1
         if self._class[above]:
-            self._unlink(above)
+            self._place(above)
 
     def _leave(self, row: int) -> None:
         if self._class[row]:
             self._unlink(row)
         if self._retained:
             self._retained.pop(row, None)
-        shelf = self._shelves[self._shelf[row]]
+        number = self._shelf[row] & ~_COPIES
+        shelf = self._shelves[number]
         shelf.key_count -= 1
         if not shelf.key_count:
-            del self._shelf_of[shelf.domain], self._shelves[self._shelf[row]]
+            del self._shelf_of[shelf.domain], self._shelves[number]
+            self._shelves.pop(number | _COPIES, None)
         self._flags[row] = 0
         self._count -= 1
         self._free(row)
@@ -441,9 +439,9 @@ class EvictionPolicy(Generic[K]):
         if uses > 1:
             score += int(self._weight * width * _LOG_USES[uses])
         if count >= _EXACT_KEYS:  # 256 queues a window, 16 of a small domain
-            large = self._shelves[self._shelf[row]].key_count >= _EXACT_KEYS
+            large = self._shelves[self._shelf[row] & ~_COPIES].key_count >= _EXACT_KEYS
             score &= -1 << max(0, (width >> (8 if large else 4)).bit_length() - 1)
-        if self._class[row] and score != self._score[row]:
+        if 0 < self._class[row] < _GAP_CLASS and score != self._score[row]:
             self._unlink(row)
         self._last_use[row], self._score[row] = now, score
         self._place(row)
@@ -474,13 +472,15 @@ class EvictionPolicy(Generic[K]):
     def _place(self, row: int) -> None:
         """Put it into the queue where it belongs now, if it may go at all."""
         its_class = _PLAIN_CLASS
-        if self._flags[row] != _PRESENT or self._children[row]:
+        if self._flags[row] != _PRESENT:
             its_class = 0
         elif self._retained and (retention := self._retained.get(row)) is not None:
             expired = 0 < retention.expires_us <= self._now_us
             its_class = 1 if expired else 1 + retention.priority - EXPIRED_PRIORITY
             if retention.pinned_until_us > self._now_us:
                 its_class = 0
+        if its_class and self._children[row]:
+            its_class = _GAP_CLASS
         if its_class != self._class[row]:
             if self._class[row]:
                 self._unlink(row)
@@ -490,6 +490,10 @@ class EvictionPolicy(Generic[K]):
     def _link(self, row: int, its_class: int) -> None:
         number, rank = self._shelf[row], self._score[row] | its_class << _SCORE_BITS
         shelf = self._shelves[number]
+        if its_class == _GAP_CLASS:
+            shelf.gap_count += 1
+            self._class[row] = its_class
+            return
         last = shelf.last.get(rank, NO_ROW)
         if last >= 0:
             self._after[last] = row
@@ -501,10 +505,11 @@ class EvictionPolicy(Generic[K]):
                 heappush(self._heap, (rank, number))
                 if len(self._heap) > 2 * len(self._shelves) + _TURN:
                     self._rebuild_heap()
-            if (part := self._part) is not None and number in part.shelves and shelf.ranks[0] == rank:
-                heappush(part.heap, (rank, number))
-                if len(part.heap) > 2 * len(part.shelves) + _TURN:
-                    self._part = None
+            for part in self._parts:
+                if number in part.shelves and shelf.ranks[0] == rank:
+                    heappush(part.heap, (rank, number))
+                    if len(part.heap) > 2 * len(part.shelves) + _TURN:
+                        self._parts = [one for one in self._parts if one is not part]
         self._before[row], self._after[row], self._class[row] = last, NO_ROW, its_class
         shelf.last[rank] = row
 
@@ -517,8 +522,12 @@ class EvictionPolicy(Generic[K]):
         heapify(self._heap)
 
     def _unlink(self, row: int) -> None:
-        rank, before, after = self._score[row] | self._class[row] << _SCORE_BITS, self._before[row], self._after[row]
         shelf = self._shelves[self._shelf[row]]
+        if self._class[row] == _GAP_CLASS:
+            shelf.gap_count -= 1
+            self._class[row] = 0
+            return
+        rank, before, after = self._score[row] | self._class[row] << _SCORE_BITS, self._before[row], self._after[row]
         if before >= 0:
             self._after[before] = after
         if after >= 0:
@@ -531,10 +540,8 @@ class EvictionPolicy(Generic[K]):
             shelf.last[rank] = before
         self._class[row] = 0
 
-    def _lowest(self, domains: Collection[Hashable] | None) -> int:
-        """The row that would go next, or -1."""
-        if domains is not None:
-            return self._lowest_of(domains)
+    def _lowest(self) -> int:
+        """The row that would go next, or NO_ROW."""
         while self._heap:
             rank, number = self._heap[0]
             lowest = self._shelves.get(number)
@@ -549,13 +556,9 @@ class EvictionPolicy(Generic[K]):
                 return lowest.first[rank]
         return NO_ROW
 
-    def _lowest_of(self, domains: Collection[Hashable]) -> int:
-        part = self._part
-        if part is None or part.domains is not domains or part.domain_count != len(domains):
-            numbers = {self._shelf_of[domain] for domain in domains if domain in self._shelf_of}
-            heap = [(self._shelves[number].ranks[0], number) for number in numbers if self._shelves[number].ranks]
-            heapify(heap)
-            part = self._part = _Part(domains, len(domains), numbers, heap)
+    def _lowest_of(self, domains: Collection[Hashable], only_copies: bool) -> int:
+        """The same of these domains."""
+        part = self._part(domains, only_copies)
         while part.heap:
             rank, number = part.heap[0]
             shelf = self._shelves.get(number)
@@ -566,6 +569,27 @@ class EvictionPolicy(Generic[K]):
             else:
                 return shelf.first[rank]
         return NO_ROW
+
+    def _part(self, domains: Collection[Hashable], only_copies: bool) -> _Part:
+        found = next((one for one in self._parts if one.only_copies == only_copies), None)
+        if found is None or found.domains is not domains or found.domain_count != len(domains):
+            numbers = self._numbers(domains, only_copies)
+            there = ((number, self._shelves.get(number)) for number in numbers)
+            heap = [(shelf.ranks[0], number) for number, shelf in there if shelf is not None and shelf.ranks]
+            heapify(heap)
+            self._parts = [one for one in self._parts if one is not found]
+            self._parts.append(found := _Part(domains, only_copies, len(domains), numbers, heap))
+        return found
+
+    def _numbers(self, domains: Collection[Hashable], only_copies: bool) -> set[int]:
+        """Numbers of the shelves of these domains; some have no shelf of copies."""
+        known = self._shelf_of
+        if len(known) < len(domains):
+            homes = [number for domain, number in known.items() if domain in domains]
+        else:
+            homes = [known[domain] for domain in domains if domain in known]
+        copies = {number | _COPIES for number in homes}
+        return copies if only_copies else copies.union(homes)
 
 
 def _number(key: Hashable) -> int:

@@ -13,82 +13,14 @@ import heapq
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 
-from kvpool.core.page import KEY_BYTES, SLOT_ALIGNMENT_BYTES
+from kvpool.core.page import SLOT_ALIGNMENT_BYTES, PageKey
 from kvpool_pagestore.core.chain_links import ALL_IN_CHAINS, ChainLinks
-from kvpool_pagestore.core.eviction import EvictionPolicy
-from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
+from kvpool_pagestore.core.key_rows import NO_ROW
 from kvpool_pagestore.core.retained import retention_of
+from kvpool_pagestore.core.size_class import SizeClass
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
 
 _LEAST_PREPARED_BYTES = 2 << 20  # a smaller rest of the budget is left to whatever needs it
-
-
-class _SlotRows(PackedRows):
-    """Rows of page names, each with the page's slot; the policy lets go of none that has one."""
-
-    def __init__(self) -> None:
-        super().__init__(KEY_BYTES)
-        self.slots: list[Slot | None] = []  # None: a page that is not here, but others of its chain are
-
-    def add(self, key: bytes) -> int:
-        row = super().add(key)
-        if row == len(self.slots):
-            self.slots.append(None)
-        return row
-
-    def remove(self, row: int) -> None:
-        if self.slots[row] is None:
-            super().remove(row)
-
-    def slot(self, row: int) -> Slot:
-        """Return the slot of a page that is here."""
-        slot = self.slots[row]
-        assert slot is not None
-        return slot
-
-
-class _SizeClass:
-    """The slots of one tenant and size. `pages` ranks the visible pages in them, by the names that `rows` has."""
-
-    def __init__(self) -> None:
-        self.rows = _SlotRows()
-        self.pages: EvictionPolicy[bytes] = EvictionPolicy(self.rows)
-        self.open: dict[int, Segment] = {}  # segments with a free slot, by id
-        self.idle: dict[int, Segment] = {}  # segments with an evictable slot, by id
-        self.pinned_until_us = 0  # all evictable slots are pinned until then, as of the last look; 0: not known
-
-    def victims(self, keyspaces: Collection[bytes], spare: Callable[[Slot], bool], now_us: int) -> Generator[Slot]:
-        """Pages of these keyspaces in the order of the policy, none that is spared. Free each, then ask for the next.
-
-        A page that is spared is asked about once: it is held until the walk ends, so that the policy does not come by
-        it again for each victim. Close the walk when it has brought enough.
-        """
-        passed: list[Slot] = []
-        new: list[Slot] = []
-
-        def spared(name: bytes) -> bool:
-            slot = self.rows.slot(self.rows.find(name))
-            if not spare(slot):
-                return False
-            new.append(slot)
-            return True
-
-        try:
-            while (name := self.pages.evict(now_us, domains=keyspaces, spare=spared)) is not None:
-                for slot in new:
-                    self.pages.hold_row(slot.row)
-                passed += new
-                new.clear()
-                yield self.rows.slot(self.rows.find(name))
-            # Every other end of a chain is in use or spared: gaps in chains are better than no room at all.
-            present = [slot for slot in self.rows.slots if slot is not None and slot.page.key.keyspace in keyspaces]
-            for slot in present:
-                if slot.idle and slot.page.metadata.pinned_until_us <= now_us and not spare(slot):
-                    yield slot
-        finally:
-            for slot in passed:
-                if slot.idle:
-                    self.pages.release_row(slot.row)
 
 
 class _IdleSegments:
@@ -138,6 +70,7 @@ class SegmentTable:
         on_evict: Callable[[Slot], None],
         now_us: Callable[[], int],
         links: ChainLinks = ALL_IN_CHAINS,
+        is_on_disk: Callable[[PageKey], bool] = lambda key: False,
     ) -> None:
         if not 0 < segment_bytes <= capacity_bytes:
             raise ValueError(f"need 0 < segment_bytes <= capacity_bytes, got {segment_bytes} and {capacity_bytes}")
@@ -150,8 +83,9 @@ class SegmentTable:
         self._next_segment_id = first_segment_id
         self._on_evict = on_evict
         self._links, self._now_us = links, now_us  # now_us: wall time, for pins and ends of life
+        self._is_on_disk = is_on_disk
         self._segments: dict[int, Segment] = {}
-        self._classes: dict[tuple[str, int], _SizeClass] = {}
+        self._classes: dict[tuple[str, int], SizeClass] = {}
         self._unmade: dict[int, Segment] = {}
         self._dying: dict[int, Segment] = {}
         self._own_idle: dict[str, dict[int, _IdleSegments]] = {}  # by tenant and size
@@ -256,13 +190,22 @@ class SegmentTable:
             size_class.pages.retain(size_class.rows.key(slot.row), retention_of(slot.page.metadata))
             self._pins_changed(slot, size_class)
 
-    def victims(self, keyspaces: Collection[bytes], spare: Callable[[Slot], bool]) -> Generator[Slot]:
-        """Pages of these keyspaces to give up, sizes in turn, none that is spared. Free each, then ask for the next."""
+    def mark_on_disk(self, slot: Slot, is_on_disk: bool) -> None:
+        """The page of a slot became durable, or is on disk no more. One that comes in is looked up."""
+        if slot.row >= 0:
+            self._class_of(slot).pages.mark_row(slot.row, is_copy=is_on_disk)
+
+    def victims(
+        self, keyspaces: Collection[bytes], spare: Callable[[Slot], bool], *, only_on_disk: bool = False
+    ) -> Generator[Slot]:
+        """Pages of these keyspaces to give up, sizes in turn, none that is spared. Free each, then ask for the next.
+
+        only_on_disk: copies of what is on disk. Takes time for each victim and each spared page, but not for others.
+        """
         now_us = self._now_us()
         with ExitStack() as ending:
-            left = [
-                ending.enter_context(closing(one.victims(keyspaces, spare, now_us))) for one in self._classes.values()
-            ]
+            walks = (one.victims(keyspaces, spare, now_us, only_copies=only_on_disk) for one in self._classes.values())
+            left = [ending.enter_context(closing(walk)) for walk in walks]
             while left:
                 for one in list(left):
                     slot = next(one, None)
@@ -379,10 +322,10 @@ class SegmentTable:
 
     # Inside
 
-    def _class(self, tenant: str, slot_bytes: int) -> _SizeClass:
+    def _class(self, tenant: str, slot_bytes: int) -> SizeClass:
         found = self._classes.get((tenant, slot_bytes))
         if found is None:
-            found = self._classes[tenant, slot_bytes] = _SizeClass()
+            found = self._classes[tenant, slot_bytes] = SizeClass()
         return found
 
     def _planned(self, tenant: str, size_bytes: int, slot_bytes: int) -> Segment:
@@ -413,7 +356,7 @@ class SegmentTable:
         size_bytes = min(max(self._segment_bytes, slot_bytes), left_bytes)
         return size_bytes if size_bytes >= slot_bytes else 0
 
-    def _pop_free(self, size_class: _SizeClass) -> Slot:
+    def _pop_free(self, size_class: SizeClass) -> Slot:
         segment = next(iter(size_class.open.values()))
         if segment.vacant:
             del self._vacant[segment.tenant][segment.segment_id]
@@ -422,7 +365,7 @@ class SegmentTable:
             del size_class.open[segment.segment_id]
         return slot
 
-    def _class_of(self, slot: Slot) -> _SizeClass:
+    def _class_of(self, slot: Slot) -> SizeClass:
         return self._class(slot.segment.tenant, slot.segment.slot_bytes)
 
     def _enter(self, slot: Slot, evictable: bool) -> None:
@@ -441,6 +384,8 @@ class SegmentTable:
         )
         slot.row = size_class.rows.find(name)
         size_class.rows.slots[slot.row] = slot
+        if self._is_on_disk(record.key):
+            size_class.pages.mark_row(slot.row, is_copy=True)
         if evictable:
             self._set_idle(slot, size_class, True)
         else:
@@ -470,7 +415,7 @@ class SegmentTable:
         slot.state, slot.record, slot.dirty, slot.deleted, slot.sealed = SlotState.FREE, None, False, False, False
         self.used_bytes -= slot.size_bytes
 
-    def _set_idle(self, slot: Slot, size_class: _SizeClass, idle: bool) -> None:
+    def _set_idle(self, slot: Slot, size_class: SizeClass, idle: bool) -> None:
         segment = slot.segment
         slot.idle = idle
         if idle:
@@ -484,7 +429,7 @@ class SegmentTable:
             if not segment.idle_count:
                 del size_class.idle[segment.segment_id]
 
-    def _pins_changed(self, slot: Slot, size_class: _SizeClass) -> None:
+    def _pins_changed(self, slot: Slot, size_class: SizeClass) -> None:
         """A page leaves, or is pinned otherwise: what was passed over because of pins is looked at again."""
         size_class.pinned_until_us = 0
         segment = slot.segment
@@ -493,7 +438,7 @@ class SegmentTable:
             segment.is_queued = False
             self._queue_idle(segment)
 
-    def _victim(self, size_class: _SizeClass, now_us: int) -> Slot | None:
+    def _victim(self, size_class: SizeClass, now_us: int) -> Slot | None:
         row = size_class.pages.evict_row(now_us)
         if row >= 0:
             return size_class.rows.slot(row)

@@ -15,12 +15,27 @@ from kvpool.core.page import PageKey
 from kvpool_pagestore.core.events import DiskChanged, StagingChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.page_table import PageTable
+from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine.disk_tier import DiskTier
 from kvpool_pagestore.ports import IndexLink
 
 _Place = tuple[bytes, bytes, bytes]  # keyspace, chunk hash, head of the chunk's group
 _NAMES_A_PART = 1024  # looked at in one turn of the event loop
 _PLACES_A_PART = 8192  # the same before serving, where few large parts are learnt in less time than many small ones
+
+
+def staged_parts(table: PageTable, keyspace: bytes, page_count: int) -> Iterator[list[Slot]]:
+    """Slots of the visible pages of a keyspace, about so many at a time; a part may be empty.
+
+    Chunks are those that were there when the first part was asked for, each as it is when its part is.
+    """
+    part: list[Slot] = []
+    for number, chunk_hash in enumerate(table.ready_chunks(keyspace), 1):
+        part += table.chunk_slots(keyspace, chunk_hash)
+        if len(part) >= page_count or number % page_count == 0:
+            yield part
+            part = []
+    yield part
 
 
 class Announcer:
@@ -192,12 +207,9 @@ class Listing:
         disk_map = self._disk.map if self._disk is not None and self._disk.is_readable else None
         listed = set[bytes]()
         for keyspace in chosen:
-            keys, seen = self._table.keys_of(keyspace), set[bytes]()
-            for start in range(0, len(keys), _CHUNKS_A_PART):
-                hashes = dict.fromkeys(key.chunk_hash for key in keys[start : start + _CHUNKS_A_PART])
-                new = [one for one in hashes if one not in seen]
-                seen.update(new)
-                names = [keyspace + one for one in new]
+            hashes = self._table.ready_chunks(keyspace)
+            for start in range(0, len(hashes), _CHUNKS_A_PART):
+                names = [keyspace + one for one in hashes[start : start + _CHUNKS_A_PART]]
                 if disk_map is not None:  # those on disk come with the disk
                     names = [name for name in names if disk_map.location(keyspace, name[16:]) is None]
                 listed.update(names)

@@ -181,16 +181,13 @@ class LocalPages:
     async def _add_staged(self, keyspace: bytes, buckets: list[ChunkNames]) -> None:
         """Add chunks of which nothing is on disk."""
         disk = self._disk if self._disk is not None and self._disk.is_readable else None
-        keys, seen = self._table.keys_of(keyspace), set[bytes]()
-        for start in range(0, len(keys), _CHUNKS_A_TURN):
-            for key in keys[start : start + _CHUNKS_A_TURN]:
-                slot = self._table.find(key)
-                if slot is None or key.chunk_hash in seen:
-                    continue
-                seen.add(key.chunk_hash)
-                if disk is None or disk.map.location(keyspace, key.chunk_hash) is None:
-                    at = _bucket(slot.page.metadata.group_head_hash, len(buckets))
-                    buckets[at].append(keyspace + key.chunk_hash)
+        hashes = self._table.ready_chunks(keyspace)
+        for start in range(0, len(hashes), _CHUNKS_A_TURN):
+            for chunk_hash in hashes[start : start + _CHUNKS_A_TURN]:
+                slots = self._table.chunk_slots(keyspace, chunk_hash)
+                if slots and (disk is None or disk.map.location(keyspace, chunk_hash) is None):
+                    at = _bucket(slots[0].page.metadata.group_head_hash, len(buckets))
+                    buckets[at].append(keyspace + chunk_hash)
             await asyncio.sleep(0)
 
     def chunk(self, name: bytes) -> list[HeldChunk]:

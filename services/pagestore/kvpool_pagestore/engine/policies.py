@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import closing
 
 from kvpool.core.errors import InvalidRequest, KvPoolError, QuotaExceeded
@@ -13,13 +13,14 @@ from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_pagestore.core.admission import AdmissionRequest, QuotaBook, Shortfall, TenantQuotas
-from kvpool_pagestore.core.events import BytesHeld, PagesEvicted, PagesUsed, PolicyChanged
+from kvpool_pagestore.core.events import BytesHeld, DiskChanged, PagesEvicted, PagesUsed, PolicyChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
-from kvpool_pagestore.core.slots import Slot, SlotState
+from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine.context import EngineContext, Tiers
 from kvpool_pagestore.engine.disk_tier import DiskTier
+from kvpool_pagestore.engine.inventory import staged_parts
 from kvpool_pagestore.ports import IndexLink
 
 _log = logging.getLogger(__name__)
@@ -152,14 +153,12 @@ class Policies:
 
     async def _apply_plan(self, keyspace: bytes) -> None:
         """Do what a changed plan says of the pages that are visible now; those that come later follow it anyway."""
-        slots = self._table.ready_slots(keyspace)
-        for start in range(0, len(slots), _PAGES_A_TURN):
-            if start:
+        for part, slots in enumerate(staged_parts(self._table, keyspace, _PAGES_A_TURN)):
+            if part:
                 await asyncio.sleep(0)
-            for slot in slots[start : start + _PAGES_A_TURN]:
-                if slot.state is SlotState.READY and not slot.deleted and slot.page.key.keyspace == keyspace:
-                    self._table.reannounce(slot)
-                    self._reconsider(slot)
+            for slot in slots:
+                self._table.reannounce(slot)
+                self._reconsider(slot)
 
     async def _save(self) -> None:
         if self._disk is None:
@@ -222,6 +221,13 @@ class Quotas:
         """Bytes of a keyspace were taken, or came back."""
         self._know(held.keyspace)
         self._book.add(held.keyspace, held.size_bytes)
+
+    def disk_changed(self, changed: DiskChanged) -> None:
+        """Staged pages became copies of what is on disk, which go first, or are no longer copies."""
+        for key, _ in changed.pages:
+            slot = self._table.find(key)
+            if slot is not None:
+                self._table.space.mark_on_disk(slot, changed.present)
 
     def refusal(self, request: AdmissionRequest) -> QuotaExceeded | None:
         """An AdmissionRule: make room among pages of the same owner, or say which quota is used up."""
@@ -299,19 +305,20 @@ class Quotas:
         used_bytes = self._book.used_for(shortfall)
         aim_bytes = used_bytes - shortfall.size_bytes - min(used_bytes // _SPARE_PART, _SPARE_BYTES)
 
-        disk = self._disk
-        if disk is not None and self._give_up_staged(
-            shortfall, aim_bytes, lambda key: key == spare or key not in disk, most
-        ):
+        has_copies = self._disk is not None and self._disk.is_readable
+        if has_copies and self._give_up_staged(shortfall, aim_bytes, spare, most, only_on_disk=True):
             return
         if not self._give_up_stored(shortfall, aim_bytes, spare, most):
-            self._give_up_staged(shortfall, aim_bytes, lambda key: key == spare, most)
+            self._give_up_staged(shortfall, aim_bytes, spare, most)
 
     def _give_up_staged(
-        self, shortfall: Shortfall, aim_bytes: int, spared: Callable[[PageKey], bool], most: int
+        self, shortfall: Shortfall, aim_bytes: int, spare: PageKey | None, most: int, *, only_on_disk: bool = False
     ) -> bool:
         """Whether it were as many as may be."""
-        with closing(self._table.space.victims(shortfall.keyspaces, lambda slot: spared(slot.page.key))) as victims:
+        walk = self._table.space.victims(
+            shortfall.keyspaces, lambda slot: slot.page.key == spare, only_on_disk=only_on_disk
+        )
+        with closing(walk) as victims:
             for _ in range(most):
                 slot = next(victims, None) if self._book.used_for(shortfall) > aim_bytes else None
                 if slot is None:

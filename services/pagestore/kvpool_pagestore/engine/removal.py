@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -14,7 +14,7 @@ from kvpool.core.errors import InvalidRequest, StoreFault, StoreUnavailable
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.engine.context import EngineContext, Tiers
-from kvpool_pagestore.engine.inventory import Announcer, Inventory
+from kvpool_pagestore.engine.inventory import Announcer, Inventory, staged_parts
 
 _PAGES_A_TURN = 512  # dropped between two turns of the event loop: each takes some 10 us
 
@@ -46,16 +46,23 @@ class Clearing:
 
     async def _clear_one(self, keyspace: bytes) -> int:
         disk, write_back = self._disk, self._write_back
-        staged = self._table.keys_of(keyspace)
-        for start in range(0, len(staged), _PAGES_A_TURN):
-            if start:
-                await asyncio.sleep(0)
-            for key in staged[start : start + _PAGES_A_TURN]:
-                self._table.drop(key)
         shards: dict[bytes, int] = {}  # by chunk hash, the bitmap of those that were in staging
-        for key in staged:
-            shards[key.chunk_hash] = shards.get(key.chunk_hash, 0) | 1 << key.shard
-        count = sum(bitmap.bit_count() for bitmap in shards.values())
+        count = 0
+
+        def drop(keys: Iterable[PageKey]) -> None:
+            nonlocal count
+            for key in keys:
+                before = shards.get(key.chunk_hash, 0)
+                shards[key.chunk_hash] = before | 1 << key.shard
+                count += not before >> key.shard & 1
+                self._table.drop(key)
+
+        parts = staged_parts(self._table, keyspace, _PAGES_A_TURN)
+        drop(self._table.coming_keys(keyspace))
+        for part, slots in enumerate(parts):
+            if part:
+                await asyncio.sleep(0)
+            drop([slot.page.key for slot in slots])
 
         def gone(chunks: Sequence[tuple[bytes, int]]) -> None:  # from disk; what was read from there meanwhile goes too
             nonlocal count
@@ -222,12 +229,14 @@ class Evicting:
         A part is what one turn of the event loop can take: a disk may have a million chunks.
         """
         chunks_a_turn = max(1, _EVICTED_A_TURN // keyspace.grid.shard_count)
-        named = dict.fromkeys(target.chunk_hashes)
+        chosen, named = list(target.chunk_hashes), set[bytes]()
         if target.whole_keyspace:
-            named = dict.fromkeys(key.chunk_hash for key in self._table.keys_of(target.keyspace))
-        chosen = list(named)
+            chosen = self._table.ready_chunks(target.keyspace)
+            chosen += [key.chunk_hash for key in self._table.coming_keys(target.keyspace)]
         for start in range(0, len(chosen), chunks_a_turn):
-            yield chosen[start : start + chunks_a_turn]
+            part = [one for one in dict.fromkeys(chosen[start : start + chunks_a_turn]) if one not in named]
+            named.update(part)
+            yield part
         on_disk = self._disk.map.name_parts(chunks_a_turn) if target.whole_keyspace and self._disk is not None else ()
         for names in on_disk:
             yield [name[16:] for name in names if name.startswith(target.keyspace) and name[16:] not in named]

@@ -169,6 +169,7 @@ class PageStoreEngine:
             Subscription(PagesArrived, self.retention.arrived),
             Subscription(PagesLeft, self.retention.left),
             Subscription(ChunksLeft, self.retention.chunks_left),
+            Subscription(DiskChanged, self.quotas.disk_changed),
             # A copy is queued before the index can learn of the page: what the sweep reads there is then queued, too.
             Subscription(StagingChanged, self.replication.staging_changed),
             Subscription(StagingChanged, self._announcer.staging),
