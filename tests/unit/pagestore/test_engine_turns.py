@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy, WritePolicy
+from kvpool_pagestore.engine import writeback
 from kvpool_pagestore.engine.removal import EvictTarget
 from tests.fixtures.many_pages import room_for, stage_tiny, steps_of_a_turn
 from tests.fixtures.pagestore import KEYSPACE, TENANT, Running, new_world, running_engine
 from tests.fixtures.pagestore_calls import open_session
+from tests.fixtures.patience import PATIENCE_S
 
 FEW, MANY = 2048, 8192
 WHOLE = EvictTarget(keyspace=KEYSPACE, whole_keyspace=True)
@@ -62,3 +64,31 @@ async def test_work_on_all_pages_is_done_in_turns_of_one_length(
                 return steps
 
     assert await longest(MANY) < 1.2 * await longest(FEW)
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+async def test_a_flush_of_any_number_of_pages_has_turns_of_one_length(
+    is_durable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pages that were postponed and became durable otherwise, and of pages that are dirty and then dropped."""
+    monkeypatch.setattr(writeback, "_PAGES_A_TURN", 256)
+    monkeypatch.setattr(writeback, "_POSTPONED_A_TURN", 256)
+
+    async def longest(page_count: int) -> int:
+        with new_world() as world:
+            async with running_engine(world, linger_ms=int(1000 * PATIENCE_S), **room_for(page_count)) as running:
+                peer, tiers = await open_session(running), running.engine.tiers
+                assert tiers.write_back is not None and tiers.disk is not None
+                for number in range(page_count):
+                    slot = stage_tiny(running, peer, number)
+                    if is_durable:
+                        tiers.write_back.postpone(slot)
+                        tiers.disk.map.add(slot.page.key, slot.page.metadata)
+                    else:
+                        tiers.write_back.enqueue(slot)
+                await running.engine.clear(TENANT, b"") if not is_durable else None
+                steps, counts = await steps_of_a_turn(running.engine.flush(TENANT, b""))
+                assert counts == (page_count if is_durable else 0, 0)
+                return steps
+
+    assert await longest(4096) < 1.2 * await longest(1024)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import Draining, KvPoolError, PageMissing, StoreFault
@@ -20,12 +21,32 @@ from kvpool_pagestore.engine.context import EngineContext, Staging
 from kvpool_pagestore.engine.disk_tier import DiskTier
 from kvpool_pagestore.ports import PageWrite
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _FAILURES_LOGGED_EVERY_S = 10.0  # a full disk fails at every page that is stored: the log must not fill it too
 _POSTPONED_A_TURN = 256  # of the event loop: a page takes some 10 us
+_PAGES_A_TURN = 4096  # looked at, at less than a microsecond each
 _WRITERS_PAUSE_S = 1.0
 _FLUSHED_AT_LEAST = 16  # postponed pages, each time
+
+
+class _Postponed:
+    """Postponed pages as of now, the first one first. Two lists: a tuple for each page takes ten times as long."""
+
+    def __init__(self, pages: OrderedDict[Slot, int]) -> None:
+        self._slots, self._stays = list(reversed(pages)), list(reversed(pages.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    @property
+    def first(self) -> tuple[Slot, int]:
+        """The slot, and the page's stay in it."""
+        return self._slots[-1], self._stays[-1]
+
+    def pop_first(self) -> None:
+        del self._slots[-1], self._stays[-1]
 
 
 class WriteBack:
@@ -131,19 +152,24 @@ class WriteBack:
 
         Raises StoreFault if the disk tier is out of service.
         """
-        wanted = [page for page in self._queue.pending if page.record.key.keyspace in keyspaces and page.wanted]
-        postponed = deque(self._postponed.items())
+        postponed = _Postponed(self._postponed)
         durable_count = failed_count = 0
+        wanted = await self._urged(self._queue.pending, keyspaces)
         while wanted or postponed:
-            before = {page.number: page.failures for page in wanted}
-            self._queue.urge(wanted, self._clock.monotonic_s())
             self._pump()
-            for page in wanted:
-                while not self._stopped and _undecided(page, before[page.number]):
-                    await self._next_progress()
-            failed_count += sum(1 for page in wanted if page.state is not WriteState.DONE and page.wanted)
-            durable_count += sum(1 for page in wanted if page.durable)
-            wanted, written_count = self._next_postponed(postponed, keyspaces)
+            for part in _parts(wanted):
+                for page, failures_before in part:
+                    while not self._stopped and _undecided(page, failures_before):
+                        await self._next_progress()
+                await _let_others(part)
+            while wanted:  # a part at a time: nothing else refers to what was written, and to free it all takes long
+                part = wanted[-_PAGES_A_TURN:]
+                del wanted[-_PAGES_A_TURN:]
+                failed_count += sum(1 for page, _ in part if page.state is not WriteState.DONE and page.wanted)
+                durable_count += sum(1 for page, _ in part if page.durable)
+                await _let_others(part)
+            taken, written_count = await self._next_postponed(postponed, keyspaces)
+            wanted = await self._urged(taken, keyspaces)
             durable_count += written_count
             if self._stopped or not wanted:
                 break
@@ -211,13 +237,24 @@ class WriteBack:
             self._postponed.pop(slot, None)
         return 0.0
 
-    def _next_postponed(self, postponed: deque[tuple[Slot, int]], keyspaces: set[bytes]) -> tuple[list[DirtyPage], int]:
+    async def _urged(self, pages: Sequence[DirtyPage], keyspaces: set[bytes]) -> list[tuple[DirtyPage, int]]:
+        """Have those pages of these keyspaces written next that are wanted; with how often each has failed so far."""
+        urged: list[tuple[DirtyPage, int]] = []
+        for part in _parts(pages):
+            # One that was written while others had their turn may be evicted by now.
+            wanted = [page for page in part if page.record.key.keyspace in keyspaces and (page.wanted or page.durable)]
+            self._queue.urge(wanted, self._clock.monotonic_s())
+            urged += [(page, page.failures) for page in wanted]
+            await _let_others(part)
+        return urged
+
+    async def _next_postponed(self, postponed: _Postponed, keyspaces: set[bytes]) -> tuple[list[DirtyPage], int]:
         """Take as many pages of these keyspaces off the front as may be dirty at once, and some in any case: whatever
         others have dirty or write, a flush goes on. Also how many are on disk."""
         taken: list[DirtyPage] = []
-        written_count = 0
+        written_count = looked_count = 0
         while postponed:
-            slot, stay = postponed[0]
+            slot, stay = postponed.first
             if slot.stay == stay and slot.record is not None and slot.page.key.keyspace in keyspaces:
                 is_enough = len(taken) >= _FLUSHED_AT_LEAST and self._table.is_disk_behind
                 page = None if is_enough else self._take_postponed(slot, stay)
@@ -227,7 +264,10 @@ class WriteBack:
                     page = self.enqueue(slot)  # clean, as pages are that are tried again after a failure
                 taken += [page] if page is not None else []
                 written_count += page is None and slot.page.key in self._disk
-            postponed.popleft()
+            postponed.pop_first()
+            looked_count += 1
+            if looked_count % _POSTPONED_A_TURN == 0:
+                await asyncio.sleep(0)
         return taken, written_count
 
     def _take_postponed(self, slot: Slot, stay: int) -> DirtyPage | None:
@@ -352,6 +392,17 @@ class WriteBack:
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.set_result(None)
+
+
+def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """What one turn of the event loop looks at, and what the next one does."""
+    return (items[start : start + _PAGES_A_TURN] for start in range(0, len(items), _PAGES_A_TURN))
+
+
+async def _let_others(part: Sequence[object]) -> None:
+    """Have other work run after a part, unless it was short."""
+    if len(part) == _PAGES_A_TURN:
+        await asyncio.sleep(0)
 
 
 def _unforeseen() -> StoreFault:
