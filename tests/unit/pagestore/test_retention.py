@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
 from kvpool.core.retention import Retention
 from kvpool_pagestore.core.retention import ExpiryQueue, PinBook, extended, is_expired, with_defaults
+from tests.fixtures.many_pages import steps_of
 
 HASH = b"h" * 16
 
@@ -102,3 +104,39 @@ def test_what_is_put_off_or_forgotten_again_and_again_takes_no_room() -> None:
     assert len(queue._heap) < 200 and len(book._ends._heap) < 200
     assert queue.take_due(5000, most=9) == [b"hot"]
     assert book.pinned_bytes(14_999) == 0
+
+
+@pytest.mark.parametrize("is_together", [True, False])
+def test_pins_that_end_cost_as_many_steps_however_many_there_are(is_together: bool) -> None:
+    def steps(page_count: int) -> int:
+        book = PinBook(page_count)
+        for number in range(page_count):
+            assert book.pin({key(number): 1}, until_us=50 if is_together else 50 + number % 8, now_us=0) is None
+        count = steps_of(lambda: book.pinned_bytes(60))
+        assert book.pinned_bytes(60) == 0 and key(page_count - 1) not in book
+        assert book.pin({key(page_count - 1): 1}, until_us=90, now_us=60) is None
+        assert book.pinned_bytes(60) == 1 and key(page_count - 1) in book
+        for _ in range(page_count):
+            book.pinned_bytes(60)
+        assert len(book) == 1, "those that have ended are forgotten by and by"
+        return count
+
+    assert steps(4000) < 1.2 * steps(1000)
+
+
+def test_a_page_that_is_pinned_again_as_it_is_costs_as_many_steps_however_many_are_pinned() -> None:
+    """As where a store asks for a slot several times: the third time, each pin rebuilt the queue of all of them."""
+
+    def steps(page_count: int) -> int:
+        book = PinBook(page_count)
+        for _ in range(3):
+            for number in range(page_count):
+                book.pin({key(number): 1}, until_us=50, now_us=0)
+
+        def pin_again() -> None:
+            for number in range(100):
+                book.pin({key(number): 1}, until_us=50, now_us=0)
+
+        return steps_of(pin_again)
+
+    assert steps(2000) < 1.2 * steps(500)

@@ -13,6 +13,7 @@ from kvpool.core.errors import QuotaExceeded
 from kvpool.core.page import PageKey
 from kvpool.core.retention import Retention
 
+_FORGOTTEN_AT_ONCE: Final = 256  # pins that have ended and are not counted any more
 _SLACK: Final = 64  # entries that a heap may have too many before it is rebuilt
 
 
@@ -88,10 +89,12 @@ class _Times:
         return self._due_us.get(name, 0)
 
     def set(self, name: bytes, due_us: int) -> None:
+        if self._due_us.get(name) == due_us:
+            return
         self._due_us[name] = due_us
         heapq.heappush(self._heap, (due_us, name))
         if len(self._heap) > 2 * len(self._due_us) + _SLACK:  # what was put off again and again, or forgotten
-            self._heap = [(at, each) for at, each in self._heap if self._due_us.get(each) == at]
+            self._heap = [(at, each) for each, at in self._due_us.items()]
             heapq.heapify(self._heap)
 
     def forget(self, name: bytes) -> None:
@@ -124,20 +127,26 @@ class PinBook:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._pins: dict[bytes, int] = {}  # page bytes, by packed key
+        self._pins: dict[bytes, int] = {}  # page bytes, by packed key; some of pins that have ended, too
         self._ends = _Times()
         self._pinned_bytes = 0
+        self._ending_bytes: dict[int, int] = {}  # by the time at which pins end: many end together
+        self._next_ends: list[int] = []  # these times, a heap
+        self._ended_us = 0  # the last of these times that has passed: pins that ended by then are not counted
 
     def __len__(self) -> int:
         return len(self._pins)
 
     def __contains__(self, key: PageKey) -> bool:
-        return key.pack() in self._pins
+        return self._ends.get(key.pack()) > self._ended_us
 
     def pinned_bytes(self, now_us: int) -> int:
-        """Page bytes that are pinned now. Takes as long as there are pins that have ended since the last call."""
-        for name in self._ends.take_due(now_us, len(self._ends)):
-            self._pinned_bytes -= self._pins.pop(name)
+        """Page bytes that are pinned now. Takes a step for each time since the last call at which pins ended."""
+        while self._next_ends and self._next_ends[0] <= now_us:
+            self._ended_us = heapq.heappop(self._next_ends)  # never less than before: later pins end after it
+            self._pinned_bytes -= self._ending_bytes.pop(self._ended_us, 0)
+        for name in self._ends.take_due(self._ended_us, _FORGOTTEN_AT_ONCE):
+            del self._pins[name]
         return self._pinned_bytes
 
     def pin(
@@ -153,14 +162,33 @@ class PinBook:
             )
         for key, size_bytes in pages.items():
             name = key.pack()
-            self._pinned_bytes += size_bytes * (name not in self._pins)
-            self._pins[name] = size_bytes
-            self._ends.set(name, until_us)
+            if self._ends.get(name) == until_us and self._pins.get(name) == size_bytes:
+                continue
+            self.unpin((key,))
+            if until_us > self._ended_us:
+                self._pins[name] = size_bytes
+                self._ends.set(name, until_us)
+                self._count(until_us, size_bytes)
         return None
 
     def unpin(self, pages: Iterable[PageKey]) -> None:
         """They are gone, or not pinned any more."""
         for key in pages:
             name = key.pack()
-            self._pinned_bytes -= self._pins.pop(name, 0)
+            size_bytes, until_us = self._pins.pop(name, 0), self._ends.get(name)
             self._ends.forget(name)
+            if until_us > self._ended_us:
+                self._count(until_us, -size_bytes)
+
+    def _count(self, until_us: int, size_bytes: int) -> None:
+        """Add bytes that are pinned until then, or (< 0) take them away."""
+        self._pinned_bytes += size_bytes
+        left_bytes = self._ending_bytes.get(until_us, 0) + size_bytes
+        if not left_bytes:
+            self._ending_bytes.pop(until_us, None)
+            return
+        if until_us not in self._ending_bytes:
+            heapq.heappush(self._next_ends, until_us)
+        self._ending_bytes[until_us] = left_bytes
+        if len(self._next_ends) > 2 * len(self._ending_bytes) + _SLACK:
+            self._next_ends = sorted(self._ending_bytes)
