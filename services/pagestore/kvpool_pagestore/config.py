@@ -82,7 +82,9 @@ class PageStoreConfig(TlsSettings):
     queue_limit: Annotated[int, "calls that may wait for each of these"] = 4096
 
     max_sessions: Annotated[int, "sessions at once"] = 256
-    max_keyspaces: Annotated[int, "keyspaces with pages here at once; pages of a further one are refused"] = 4096
+    max_keyspaces: Annotated[
+        int, "keyspaces of a tenant with pages here at once; pages of a further one are refused"
+    ] = 4096
     max_leases: Annotated[int, "leases of each kind that one session holds; also items of one request"] = 256
     max_requests_in_flight: Annotated[int, "requests of one session at once"] = 256
     heartbeat_interval_ms: Annotated[int, "peers are silent for 4 of these before their session is ended"] = 1000

@@ -225,14 +225,19 @@ def test_a_prompt_too_short_for_any_load_to_pay_waits_for_no_answer() -> None:
     assert len(pool.asked) <= asked + 1, "what a new prompt needs is not known before vLLM has looked at its cache"
 
 
-def test_now_and_then_a_short_prompt_is_loaded_to_see_what_loads_take() -> None:
+def test_now_and_then_a_short_prompt_is_looked_up_and_then_one_loaded_to_see_what_loads_take() -> None:
     pool = FakePool(3)
     world = World(pool, prefix_caching=False)
     knows_latency(world)
-    requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(32)]
-    assert [world.match(request) for request in requests] == [0] * 31 + [96]
-    assert len(pool.asked) == 1
-    assert world.side.get_num_new_matched_tokens(requests[-1], 0) == 96, "as long as it waits for its blocks"
+    requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(34)]
+    too_short = [a_request(CHUNK - 1, f"s{number}", first_token=9000 + 200 * number) for number in range(40)]
+    assert not any(world.match(request) for request in too_short)
+    assert [world.match(request) for request in requests[:32]] == [0] * 32
+    assert len(pool.asked) == 1, "of those that could load something at all"
+    world.clock.advance(10.0)
+    assert world.match(requests[32]) == 96
+    assert world.side.get_num_new_matched_tokens(requests[32], 0) == 96, "as long as it waits for its blocks"
+    assert world.match(requests[33]) == 0 and len(pool.asked) == 2
 
 
 @pytest.mark.parametrize(("load", "tokens"), [("always", 96), ("never", 0), ("quicker", 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+import kvpool_pagestore.core.keyspaces as keyspaces_module
 import kvpool_pagestore.engine.policies
 from kvpool.core.cluster import LocationChange, RemoteSource
 from kvpool.core.errors import StoreFault
@@ -345,3 +347,34 @@ async def test_policies_of_many_keyspaces_are_loaded_without_looking_at_all_for_
             running.engine.policies.repeat()
             await running.engine.quotas.enforce()
             assert looks <= 4 * count
+
+
+async def test_a_keyspace_that_was_forgotten_is_asked_of_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyspaces_module, "USED_LAST_MAX", 4)
+    with new_world() as world:
+        async with running_engine(world) as running:
+            engine = running.engine
+            engine.sessions.close(await open_session(running))
+            for number in range(10):
+                spec = replace(SPEC, model_revision=str(number))
+                other = keyspace_id(encode_keyspace(TENANT, spec))
+                engine.sessions.close(await open_session(running, keyspaces=((other, spec),)))
+            gc.collect()  # sessions that have ended still name them
+            world.index.policies[KEYSPACE] = versioned(5, write_policy=WritePolicy.STAGING_ONLY)
+            fetch, asked = world.index.fetch_policies, list[Sequence[bytes]]()
+
+            async def fetch_noted(
+                keyspaces: Sequence[bytes], known: Sequence[VersionedPolicy]
+            ) -> list[VersionedPolicy]:
+                found = await fetch(keyspaces, known)
+                asked.append(keyspaces)
+                return list(found)
+
+            monkeypatch.setattr(world.index, "fetch_policies", fetch_noted)
+            engine.policies.version_seen(5)
+            await eventually(lambda: asked)
+            assert KEYSPACE not in asked[0]
+            peer = await open_session(running)
+            await store(running, peer, [1])
+            await engine.flush(TENANT, b"")
+            assert not stored(world)

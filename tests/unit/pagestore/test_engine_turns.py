@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -64,6 +65,29 @@ async def test_work_on_all_pages_is_done_in_turns_of_one_length(
                 return steps
 
     assert await longest(MANY) < 1.2 * await longest(FEW)
+
+
+@pytest.mark.parametrize("work", [cleared, reconsidered])
+async def test_a_page_that_goes_between_two_turns_is_left_alone(
+    work: Callable[[Running], Coroutine[Any, Any, int]],
+) -> None:
+    with new_world() as world:
+        async with running_engine(world, write_policy="selective", selective_min_uses=100, **room_for(FEW)) as running:
+            peer, table = await open_session(running), running.engine.tiers.staging.table
+            slots = [stage_tiny(running, peer, number) for number in range(FEW)]
+
+            async def give_up() -> int:
+                """In the first pause, of parts that come later."""
+                while work is cleared and slots[0].evictable:  # noqa: ASYNC110  # it waits for something else first
+                    await asyncio.sleep(0)
+                there = [slot for slot in slots[64:1024] if slot.evictable]
+                for slot in there:
+                    table.give_up(slot)
+                return len(there)
+
+            found, gone = await asyncio.gather(work(running), give_up())
+            assert gone and found == FEW - gone
+            assert table.ready_count == (0 if work is cleared else FEW - gone)
 
 
 @pytest.mark.parametrize("is_durable", [True, False])

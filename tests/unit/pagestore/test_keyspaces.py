@@ -91,3 +91,7 @@ def test_no_more_keyspaces_than_there_may_be_have_pages() -> None:
     assert refusal(book, first) is None and isinstance(refusal(book, third), QuotaExceeded)
     book.count(BytesHeld(first.keyspace, -5))
     assert refusal(book, third) is None
+    assert refusal(book, book.admit("another", keyspace_id(encode_keyspace("another", SPEC)), SPEC)) is None
+    book.count(BytesHeld(third.keyspace, 5))
+    assert isinstance(refusal(book, first), QuotaExceeded)
+    assert refusal(book, book.admit("another", keyspace_id(encode_keyspace("another", SPEC)), SPEC)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -65,11 +66,12 @@ class KeyspaceBook:
     """
 
     def __init__(self, max_keyspaces: int = 4096) -> None:
-        """max_keyspaces: with pages here at once."""
+        """max_keyspaces: of a tenant, with pages here at once."""
         self._max_keyspaces = max_keyspaces
         self._by_id: WeakValueDictionary[bytes, Keyspace] = WeakValueDictionary()
         self._with_pages: dict[bytes, Keyspace] = {}
         self._held_bytes: dict[bytes, int] = {}  # of those
+        self._tenants: Counter[str] = Counter()  # of those
         self._used_last: dict[bytes, Keyspace] = {}  # without pages, the oldest use first
 
     def admit(self, tenant: str, claimed_id: bytes, spec: KeyspaceSpec) -> Keyspace:
@@ -104,16 +106,24 @@ class KeyspaceBook:
             self._held_bytes[keyspace] = held_bytes
             if keyspace not in self._with_pages:
                 self._with_pages[keyspace] = self._by_id[keyspace]
+                self._tenants[self._by_id[keyspace].tenant] += 1
                 self._used_last.pop(keyspace, None)
         elif keyspace in self._with_pages:
             del self._held_bytes[keyspace]
-            self._use(self._with_pages.pop(keyspace))
+            emptied = self._with_pages.pop(keyspace)
+            self._tenants[emptied.tenant] -= 1
+            if not self._tenants[emptied.tenant]:
+                del self._tenants[emptied.tenant]
+            self._use(emptied)
 
     def refusal(self, request: AdmissionRequest) -> QuotaExceeded | None:
-        """An AdmissionRule: no pages of a further keyspace when there are as many as there may be."""
-        if request.record.key.keyspace in self._with_pages or len(self._with_pages) < self._max_keyspaces:
+        """An AdmissionRule: no pages of a further keyspace when its tenant has as many as it may."""
+        asked = self.find(request.record.key.keyspace)
+        if asked is None or asked.keyspace in self._with_pages or self._tenants[asked.tenant] < self._max_keyspaces:
             return None
-        return QuotaExceeded(f"pages of {self._max_keyspaces} keyspaces are here, as many as max_keyspaces allows")
+        return QuotaExceeded(
+            f"the tenant has pages of {self._max_keyspaces} keyspaces here, as many as max_keyspaces allows"
+        )
 
     # Inside
 

@@ -27,7 +27,8 @@ _PLACES_A_PART = 8192  # the same before serving, where few large parts are lear
 def staged_parts(table: PageTable, keyspace: bytes, page_count: int) -> Iterator[list[Slot]]:
     """Slots of the visible pages of a keyspace, about so many at a time; a part may be empty.
 
-    Chunks are those that were there when the first part was asked for, each as it is when its part is.
+    Chunks are those that were there when the first part was asked for, each as it is when its part is. Use a part in
+    the turn of the event loop in which it comes: a slot may be another page's in the next one.
     """
     part: list[Slot] = []
     for number, chunk_hash in enumerate(table.ready_chunks(keyspace), 1):

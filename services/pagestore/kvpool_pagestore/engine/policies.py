@@ -7,6 +7,7 @@ import logging
 import struct
 from collections.abc import Iterable
 from contextlib import closing
+from weakref import WeakValueDictionary
 
 from kvpool.core.errors import InvalidRequest, KvPoolError, QuotaExceeded
 from kvpool.core.outcome import Tier
@@ -14,7 +15,7 @@ from kvpool.core.page import PageKey
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_pagestore.core.admission import AdmissionRequest, QuotaBook, Shortfall, TenantQuotas
 from kvpool_pagestore.core.events import BytesHeld, DiskChanged, PagesEvicted, PagesUsed, PolicyChanged
-from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.core.page_table import PageTable
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import Slot
@@ -51,7 +52,8 @@ class Policies:
         self._index = index
         self._tasks = context.tasks
         self._events = context.events
-        self._asked: set[bytes] = set()  # keyspaces of which the index was asked once
+        # Keyspaces of which the index was asked once, as long as they are known.
+        self._asked: WeakValueDictionary[bytes, Keyspace] = WeakValueDictionary()
         self._version_seen = 0
         self._version_learnt = 0
         self._learning = False
@@ -132,7 +134,7 @@ class Policies:
                 part = keyspaces[start : start + _FETCHED_AT_ONCE]
                 known = [learned for one in part if (learned := self._book.versioned(one)) is not None]
                 fetched = await self._index.fetch_policies(part, known)
-                self._asked.update(part)
+                self._asked.update({one: found for one in part if (found := self._keyspaces.find(one)) is not None})
                 for one in fetched:
                     is_any_new |= await self._apply(one)
         finally:
@@ -153,12 +155,11 @@ class Policies:
 
     async def _apply_plan(self, keyspace: bytes) -> None:
         """Do what a changed plan says of the pages that are visible now; those that come later follow it anyway."""
-        for part, slots in enumerate(staged_parts(self._table, keyspace, _PAGES_A_TURN)):
-            if part:
-                await asyncio.sleep(0)
+        for slots in staged_parts(self._table, keyspace, _PAGES_A_TURN):
             for slot in slots:
                 self._table.reannounce(slot)
                 self._reconsider(slot)
+            await asyncio.sleep(0)
 
     async def _save(self) -> None:
         if self._disk is None:

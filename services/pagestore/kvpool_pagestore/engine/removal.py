@@ -57,12 +57,10 @@ class Clearing:
                 count += not before >> key.shard & 1
                 self._table.drop(key)
 
-        parts = staged_parts(self._table, keyspace, _PAGES_A_TURN)
         drop(self._table.coming_keys(keyspace))
-        for part, slots in enumerate(parts):
-            if part:
-                await asyncio.sleep(0)
+        for slots in staged_parts(self._table, keyspace, _PAGES_A_TURN):
             drop([slot.page.key for slot in slots])
+            await asyncio.sleep(0)
 
         def gone(chunks: Sequence[tuple[bytes, int]]) -> None:  # from disk; what was read from there meanwhile goes too
             nonlocal count

@@ -171,7 +171,7 @@ class WriteBack:
             taken, written_count = await self._next_postponed(postponed, keyspaces)
             wanted = await self._urged(taken, keyspaces)
             durable_count += written_count
-            if self._stopped or not wanted:
+            if self._stopped:
                 break
         if failed_count and self._disk.fault:
             raise StoreFault(f"{failed_count} pages are not durable: {self._disk.fault}")

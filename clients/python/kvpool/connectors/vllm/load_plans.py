@@ -23,6 +23,7 @@ _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under it
 _LATE_S = 1.0  # after its deadline a load is not waited for by others
 # After a load that was late nothing is loaded for a moment, a longer one the more have been late since one was not.
 _PAUSE_S, _PAUSE_MAX_S = 0.5, 4.0
+_SHORT_COUNT, _SHORT_S = 32, 10.0  # prompts too short to pay, and seconds, of which one is looked up
 _LOCAL = (EngineSource.STAGING, EngineSource.GPU)
 _ONE_SOURCE = 0.9  # of a load's tokens: then it says how fast the source is
 
@@ -85,6 +86,7 @@ class LoadPlans:
         self._paused_until_s = 0.0
         self._running: dict[str, _Running] = {}  # by request
         self._queued_bytes = 0
+        self._short_count, self._short_since_s = 0, now_s()  # prompts too short to pay, since one was looked up
         self._blocked = False  # in this step: none overtakes it, or a large load would never begin
         self._first_chunks: dict[bytes, tuple[str, float]] = {}  # of running loads: which request's, and until when
 
@@ -97,15 +99,19 @@ class LoadPlans:
         _, until_s = self._first_chunks.get(chunk_hash, ("", 0.0))
         return self._now_s() < until_s
 
-    def is_worth_a_lookup(self, lookup: Lookup, token_count: int) -> bool:
-        """Whether a load of so many tokens could pay. Else the request does not wait for the pool's answer either, but
-        for one now and then, which is loaded: what loads take may have changed."""
-        if self._settings.load != LOAD_QUICKER or lookup.tried or self.cost.can_pay(token_count):
+    def admit_lookup(self, lookup: Lookup, token_count: int) -> bool:
+        """Decide whether a request that could load so many tokens waits for the pool's answer.
+
+        It does if a load of so many could pay, and of the others now and then one: what loads take may have changed.
+        """
+        if self._settings.load != LOAD_QUICKER or self.cost.can_pay(token_count):
             return True
-        if not lookup.passed_over:
-            lookup.passed_over = True
-            lookup.tried = self.cost.tries_declined(self._now_s())
-        return lookup.tried
+        if lookup.admitted is None:
+            now_s, self._short_count = self._now_s(), self._short_count + 1
+            lookup.admitted = self._short_count >= _SHORT_COUNT or now_s - self._short_since_s >= _SHORT_S
+            if lookup.admitted:
+                self._short_count, self._short_since_s = 0, now_s
+        return lookup.admitted
 
     def plan(
         self,

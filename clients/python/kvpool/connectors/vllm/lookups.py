@@ -56,7 +56,7 @@ class Lookup:
     found_at_s: float = 0.0
     counted: bool = False  # what was made of the answer
     tried: bool = False  # it is loaded though computing was taken to be quicker
-    passed_over: bool = False  # it was taken to be too short for any load to pay
+    admitted: bool | None = None  # if no load of what is left of the prompt could pay: whether it is made all the same
     held_chunks: int = 0  # that it was asked with: `found.runs` begin after them
 
     @property
@@ -162,8 +162,7 @@ class Lookups:
             self.begin(lookup, pools, lambda: found.chains, 0, held_chunks=held_chunks)
             return ()
         lookup.found, lookup.runs, lookup.found_at_s = found.match, found.runs, now_s
-        lookup.counted = False
-        lookup.tried &= lookup.passed_over
+        lookup.counted = lookup.tried = False
         if found.match.error is not None:
             self._failed(found.match.error)
         else:

@@ -443,14 +443,15 @@ class ConnectorScheduler:
             return ()
         if not self._is_shareable(state):
             return ()
-        token_count = request.num_tokens - 1 - held_tokens
+        token_count, chunk_tokens = request.num_tokens - 1 - held_tokens, self._settings.chunk_tokens
         if token_count < max(1, self._settings.min_load_tokens):
             return ()
-        if not self._loads.is_worth_a_lookup(state.lookup, token_count):
+        if request.num_tokens // chunk_tokens <= held_tokens // chunk_tokens:
             return ()
         if state.loaded_at_preemption == request.num_preemptions or self._now_s() < self._unready_until_s:
             return ()
-        return self._lookups.pools
+        pools = self._lookups.pools
+        return pools if pools and self._loads.admit_lookup(state.lookup, token_count) else ()
 
     def _hashing(self, state: _State, pools: Sequence[AsyncPool]) -> Callable[[], tuple[Prompt, ...]]:
         """Return a function that hashes the request's tokens on any thread, or returns the known chains if they cover
