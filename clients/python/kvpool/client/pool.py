@@ -180,12 +180,13 @@ class AsyncPool:
     ) -> Coroutine[Any, Any, LoadResult]:
         """Load what the pool has of a prompt. Returns when the blocks are the caller's again, whatever came of it.
 
-        After a deadline or a cancellation that takes until the agent has stopped writing, or its process has ended; see
-        `start_load` for a caller that can do without the blocks meanwhile. raises: ServiceUnavailable if the pool is
-        closed and that is not known by then: then they are not.
+        After a deadline, or once the caller is interrupted, that takes until the agent has stopped writing, or its
+        process has ended; see `start_load` for a caller that can do without the blocks meanwhile. raises:
+        ServiceUnavailable if the pool is closed and that is not known by then: then they are not.
 
         first_chunk: the engine has those before. end_chunk: the first one not to load; by default, where the match
-        ends. skip_tokens: of the first chunk, to leave untouched. compute_us_per_token: see EngineSession.load.
+        ends. skip_tokens: of the first chunk, to leave untouched. compute_us_per_token: what computing would take, for
+        the agent's metrics; 0 if not known.
         raises: InvalidRequest for a range outside of the prompt.
         """
         starting = self.start_load(
@@ -336,7 +337,7 @@ class AsyncPool:
         first_chunk, end_chunk: chunks [first_chunk, end_chunk) instead.
         retention: how long and how eagerly all these chunks are kept. None: as the keyspace says.
         still_valid: called each time blocks were copied out: whether all blocks of this store held their bytes until
-        then, else they are not stored; may be an async function. None: they do until they are released.
+        then, else they are not stored; may return an awaitable. None: they do until they are released.
         timeout_s: until the result says what is known by then; the store itself goes on.
         raises: InvalidRequest for a range outside of the prompt.
         """

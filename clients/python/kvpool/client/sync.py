@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import functools
 import importlib
+import inspect
 import math
 import os
+import re
 import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import LoadResult, MatchResult, RequestStats, StoreResult
+from kvpool.client.engine_items import LoadResult, RequestStats
 from kvpool.client.engine_registration import EngineRegistration
 from kvpool.client.handle import AsyncHandle
 from kvpool.client.hashing import Prompt
@@ -25,11 +28,10 @@ from kvpool.client.paged_cache import PagedCache
 from kvpool.client.pool import AsyncPool
 from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, ServiceUnavailable
-from kvpool.core.ipc import EngineEvent
-from kvpool.core.retention import Retention
-from kvpool.wire.convert_engine import BlockIds
 
 ResultT = TypeVar("ResultT")
+CallT = TypeVar("CallT", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
 
 _STOP_TIMEOUT_S = 5.0
 _INTERRUPT_WAIT_S = 30.0
@@ -262,6 +264,40 @@ class Handle(Generic[ResultT]):
         self._loop.run(cancel)
 
 
+def _waiting(
+    method: Callable[Concatenate[AsyncPool, Arguments], Coroutine[Any, Any, ResultT]],
+) -> Callable[Concatenate[Pool, Arguments], ResultT]:
+    """A method of AsyncPool that waits for its result."""
+
+    @functools.wraps(method)
+    def call(pool: Pool, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
+        return pool.background.run_begun(method(pool.pool, *args, **kwargs))
+
+    return _presented(call, method)
+
+
+def _handing(
+    method: Callable[Concatenate[AsyncPool, Arguments], Coroutine[Any, Any, AsyncHandle[ResultT]]],
+) -> Callable[Concatenate[Pool, Arguments], Handle[ResultT]]:
+    """A method of AsyncPool that returns a handle."""
+
+    @functools.wraps(method)
+    def call(pool: Pool, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Handle[ResultT]:
+        begun = pool.background.run_begun(method(pool.pool, *args, **kwargs), undo=pool.pool.end)
+        return Handle(pool.background, begun)
+
+    return _presented(call, method)
+
+
+def _presented(call: CallT, method: Callable[..., Any]) -> CallT:
+    """Have `help` show that a call returns what the method's coroutine does, and a Handle for an AsyncHandle."""
+    signature = inspect.signature(method)
+    returned = re.sub(r"^Coroutine\[Any, Any, (.*)\]$", r"\1", signature.return_annotation)
+    signature = signature.replace(return_annotation=returned.replace("AsyncHandle", "Handle"))
+    call.__signature__ = signature  # type: ignore[attr-defined]  # where inspect looks for it
+    return call
+
+
 class Pool:
     """The cache as one engine rank sees it, for code without an event loop. Thread-safe; make it after a fork.
 
@@ -272,6 +308,11 @@ class Pool:
     a load or store has to come after: an event of `PagedCache.record_event`, which the call gives back; without one it
     is what the calling thread gave to its current stream so far.
     """
+
+    match = _waiting(AsyncPool.match)
+    load = _waiting(AsyncPool.load)
+    start_load = _handing(AsyncPool.start_load)
+    store = _handing(AsyncPool.store)
 
     def __init__(self, registration: EngineRegistration, config: ClientConfig) -> None:
         """Register with the agent, see AsyncPool.open; `kvpool.connect` does it for a PagedCache."""
@@ -310,116 +351,6 @@ class Pool:
     def extend(self, prompt: Prompt, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Prompt:
         """Hash a longer prompt that begins with `prompt`. tokens: all of it. extras: of the new full chunks."""
         return self.pool.extend(prompt, tokens, extras)
-
-    def match(self, prompt: Prompt, *, held_chunks: int = 0, timeout_s: float | None = None) -> MatchResult:
-        """Return the longest prefix that the pool has; chunks that the engine holds are not looked up."""
-        return self.background.run_begun(self.pool.match(prompt, held_chunks=held_chunks, timeout_s=timeout_s))
-
-    def load(
-        self,
-        prompt: Prompt,
-        block_table: BlockIds,
-        *,
-        first_chunk: int = 0,
-        end_chunk: int | None = None,
-        skip_tokens: int = 0,
-        timeout_s: float | None = None,
-        wait_event: EngineEvent | None = None,
-        compute_us_per_token: float = 0.0,
-    ) -> LoadResult:
-        """Load what the pool has of a prompt. Returns when the blocks are the caller's again, whatever came of it.
-
-        After a deadline or Ctrl-C that takes until the agent has stopped writing, or its process has ended; see
-        `start_load` for a caller that can do without the blocks meanwhile. raises: ServiceUnavailable if the pool is
-        closed and that is not known by then: then they are not.
-
-        first_chunk: the engine has those before. end_chunk: the first one not to load; by default, where the match
-        ends. skip_tokens: of the first chunk, to leave untouched. compute_us_per_token: what computing would take, for
-        the agent's metrics; 0 if not known.
-        raises: InvalidRequest for a range outside of the prompt.
-        """
-        loading = self.pool.load(
-            prompt,
-            block_table,
-            first_chunk=first_chunk,
-            end_chunk=end_chunk,
-            skip_tokens=skip_tokens,
-            timeout_s=timeout_s,
-            wait_event=wait_event,
-            compute_us_per_token=compute_us_per_token,
-        )
-        return self.background.run_begun(loading)
-
-    def start_load(
-        self,
-        prompt: Prompt,
-        block_table: BlockIds,
-        *,
-        first_chunk: int = 0,
-        end_chunk: int | None = None,
-        skip_tokens: int = 0,
-        timeout_s: float | None = None,
-        wait_event: EngineEvent | None = None,
-        compute_us_per_token: float = 0.0,
-        by_layer: bool = True,
-        from_gpu: bool = False,
-    ) -> Handle[LoadResult]:
-        """Begin a load, whose first layers can be used before its last ones are in. Arguments as for `load`.
-
-        by_layer: have the agent report layers, for `wait_layers`; loads of more chunks than one request takes do not.
-        from_gpu: look in GPU caches of other ranks of the host first; a match of this load itself says whether to.
-        """
-        starting = self.pool.start_load(
-            prompt,
-            block_table,
-            first_chunk=first_chunk,
-            end_chunk=end_chunk,
-            skip_tokens=skip_tokens,
-            timeout_s=timeout_s,
-            wait_event=wait_event,
-            compute_us_per_token=compute_us_per_token,
-            by_layer=by_layer,
-            from_gpu=from_gpu,
-        )
-        return self._begin(starting)
-
-    def store(
-        self,
-        prompt: Prompt,
-        block_table: BlockIds,
-        *,
-        first_chunk: int | None = None,
-        end_chunk: int | None = None,
-        retention: Retention | None = None,
-        still_valid: Callable[[], bool | Awaitable[bool]] | None = None,
-        wait_event: EngineEvent | None = None,
-        timeout_s: float | None = None,
-    ) -> Handle[StoreResult]:
-        """Begin to store the full chunks of a prompt that are not known to be in the pool. Their blocks must keep their
-        bytes until the handle is released; decoding goes on meanwhile.
-
-        first_chunk, end_chunk: chunks [first_chunk, end_chunk) instead.
-        retention: how long and how eagerly all these chunks are kept. None: as the keyspace says.
-        still_valid: called on the pool's thread each time blocks were copied out: whether all blocks of this store held
-        their bytes until then, else they are not stored. None: they do until they are released.
-        timeout_s: until the result says what is known by then; the store itself goes on.
-        raises: InvalidRequest for a range outside of the prompt.
-        """
-        starting = self.pool.store(
-            prompt,
-            block_table,
-            first_chunk=first_chunk,
-            end_chunk=end_chunk,
-            retention=retention,
-            still_valid=still_valid,
-            wait_event=wait_event,
-            timeout_s=timeout_s,
-        )
-        return self._begin(starting)
-
-    def _begin(self, starting: Coroutine[Any, Any, AsyncHandle[ResultT]]) -> Handle[ResultT]:
-        begun = self.background.run_begun(starting, undo=self.pool.end)
-        return Handle(self.background, begun)
 
     def count(self, prompt: Prompt, *, own_tokens: int, load: LoadResult | None = None) -> RequestStats:
         """Where one prompt's tokens came from; also added to the totals of `pool`."""

@@ -19,7 +19,7 @@ _WEIGHT = 0.3  # of the newest sample
 _MARGIN = 0.9  # loading has to take less than this share of the time of computing
 _LINK_SHARE, _HEALTHY_SHARE = 0.5, 0.25  # of computing, and of the link's speed
 _LATENCY_MAX_MS = 20.0  # what a load has taken beyond its copy and this is a queue's or a busy machine's
-_TRIAL_COUNT, _TRIAL_S = 32, 10.0  # declined loads, and seconds of declining, after which one is tried
+_TRIAL_COUNT, _TRIAL_S = 32, 10.0  # times that something was passed over, and seconds, after which it is tried
 _PREFILL_TOKENS = 256  # a smaller step takes about as long as one of these: it counts until there was a larger one
 _SIZES = 2  # a load of at most so many times the size of those that were measured is taken to be as fast
 _TIMEOUT_MIN_S, _TIMEOUT_LOADS, _TIMEOUT_COMPUTES = 1.0, 4.0, 2.0
@@ -56,6 +56,26 @@ class Average:
     def restart(self) -> None:
         """The next sample replaces all earlier ones, however far off."""
         self.value, self._last = None, []
+
+
+@dataclass(slots=True)
+class Trials:
+    """Whether it is time to try what estimates speak against: they may be of long ago. since_s: of any clock; None:
+    from the first time that it is passed over."""
+
+    since_s: float | None = None
+    _count: int = 0
+
+    def is_due(self, now_s: float) -> bool:
+        """Count that it would be passed over once more."""
+        self._count += 1
+        if self.since_s is None:
+            self.since_s = now_s
+        return self._count >= _TRIAL_COUNT or now_s - self.since_s >= _TRIAL_S
+
+    def restart(self, since_s: float | None = None) -> None:
+        """It was tried."""
+        self._count, self.since_s = 0, since_s
 
 
 @dataclass(slots=True)
@@ -97,8 +117,7 @@ class LoadCost:
     _large_steps: bool = False
     _warmed_up: bool = False
     _on_trial: bool = False
-    _declined: int = 0
-    _declines_since_s: float | None = None
+    _declined: Trials = field(default_factory=Trials)
 
     def note_prefill(self, token_count: int, duration_s: float) -> None:
         """A step computed so many tokens of prompts, and little else."""
@@ -201,10 +220,7 @@ class LoadCost:
 
         now_s: of any clock.
         """
-        self._declined += 1
-        if self._declines_since_s is None:
-            self._declines_since_s = now_s
-        if self._declined < _TRIAL_COUNT and now_s - self._declines_since_s < _TRIAL_S:
+        if not self._declined.is_due(now_s):
             return False
         self._on_trial = True
         self.load_begun()
@@ -212,7 +228,7 @@ class LoadCost:
 
     def load_begun(self) -> None:
         """A load shows how long loads take."""
-        self._declined, self._declines_since_s = 0, None
+        self._declined.restart()
 
     def timeout_s(self, load_ms: float | None, compute_ms: float | None, unknown_s: float) -> float:
         """For a load: generous, as one that is late but comes before computing would have ended is of use. unknown_s:

@@ -16,7 +16,7 @@ from kvpool.core.payload import payload_bytes
 from kvpool_pagestore.core.admission import AdmissionRequest
 from kvpool_pagestore.core.events import BytesHeld
 
-USED_LAST_MAX: Final = 1024  # keyspaces that stay known though nobody holds them and none of their pages is here
+USED_LAST_MAX: Final = 1024  # keyspaces that stay known without pages here, and without a session or transfer
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def incompatibility(connector: type) -> str:
 
 
 def defers_freeing_blocks() -> bool:
-    """Whether this vLLM's scheduler can keep freed blocks until no running step writes to them: 0.31 and 0.32 do so
-    for connectors that load, where steps overlap. Without it a load has to wait for the GPU."""
+    """Whether this vLLM's scheduler can keep freed blocks until no running step writes to them: all releases from
+    0.30 to 0.33 do so for connectors that load, where steps overlap. Without it a load has to wait for the GPU."""
     try:
         from vllm.v1.core.sched.scheduler import Scheduler
     except ImportError:

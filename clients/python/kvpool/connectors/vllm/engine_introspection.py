@@ -10,7 +10,7 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -28,12 +28,18 @@ def outer_config(vllm_config: Any) -> Any:
     MultiConnector does not pass the original on: it is read from MultiConnector's frame on the stack, which is creating
     the child or calling its class. Returns `vllm_config` for a connector that is not a child.
     """
-    outermost, frame = vllm_config, inspect.currentframe()
-    while frame is not None:
+    outermost = vllm_config
+    for frame in _with_callers(inspect.currentframe()):
         if str(frame.f_globals.get("__name__")).endswith(".kv_connector.v1.multi_connector"):
             outermost = frame.f_locals.get("vllm_config", outermost)
-        frame = frame.f_back
     return outermost
+
+
+def _with_callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, and those of its callers outwards."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def kinds_of_kv() -> list[Any] | None:
@@ -42,12 +48,10 @@ def kinds_of_kv() -> list[Any] | None:
 
     A secondary tier is not given it: it is read from the frame of the connector that creates the tier.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in _with_callers(inspect.currentframe()):
         groups = getattr(frame.f_locals.get("kv_cache_config"), "kv_cache_groups", None)
         if groups is not None:
             return [_kind_of(group.kv_cache_spec) for group in groups]
-        frame = frame.f_back
     return None
 
 
@@ -138,11 +142,7 @@ class StepStart:
 
 
 def _executes_model(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == _MODEL_RUNNER_STEP:
-            return True
-        frame = frame.f_back
-    return False
+    return any(one.f_code.co_name == _MODEL_RUNNER_STEP for one in _with_callers(frame))
 
 
 class WeightVersion:
@@ -156,13 +156,11 @@ class WeightVersion:
 
     def find_engine_core(self) -> None:
         """Look for the engine core on the stack. Call it from a method that the engine core calls."""
-        frame = inspect.currentframe() if self._core is None else None
-        while frame is not None:
+        for frame in _with_callers(inspect.currentframe() if self._core is None else None):
             caller = frame.f_locals.get("self")
             if hasattr(type(caller), "get_weight_version") and hasattr(caller, "scheduler"):
                 self._core = weakref.ref(caller)
                 return
-            frame = frame.f_back
 
     def __call__(self) -> str | None:
         """Return the version; None if the engine core is not known."""

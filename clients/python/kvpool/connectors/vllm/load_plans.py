@@ -16,14 +16,13 @@ from kvpool.connectors.vllm.lookups import Lookup
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
 from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, block_id_array
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.load_cost import LoadCost, LoadRun, leading
+from kvpool.core.load_cost import LoadCost, LoadRun, Trials, leading
 from kvpool.core.tracing import TraceParent
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _LATE_S = 1.0  # after its deadline a load is not waited for by others
 # After a load that was late nothing is loaded for a moment, a longer one the more have been late since one was not.
 _PAUSE_S, _PAUSE_MAX_S = 0.5, 4.0
-_SHORT_COUNT, _SHORT_S = 32, 10.0  # prompts too short to pay, and seconds, of which one is looked up
 _LOCAL = (EngineSource.STAGING, EngineSource.GPU)
 _ONE_SOURCE = 0.9  # of a load's tokens: then it says how fast the source is
 
@@ -86,7 +85,7 @@ class LoadPlans:
         self._paused_until_s = 0.0
         self._running: dict[str, _Running] = {}  # by request
         self._queued_bytes = 0
-        self._short_count, self._short_since_s = 0, now_s()  # prompts too short to pay, since one was looked up
+        self._short = Trials(now_s())  # look-ups of prompts too short to pay
         self._blocked = False  # in this step: none overtakes it, or a large load would never begin
         self._first_chunks: dict[bytes, tuple[str, float]] = {}  # of running loads: which request's, and until when
 
@@ -107,10 +106,10 @@ class LoadPlans:
         if self._settings.load != LOAD_QUICKER or self.cost.can_pay(token_count):
             return True
         if lookup.admitted is None:
-            now_s, self._short_count = self._now_s(), self._short_count + 1
-            lookup.admitted = self._short_count >= _SHORT_COUNT or now_s - self._short_since_s >= _SHORT_S
+            now_s = self._now_s()
+            lookup.admitted = self._short.is_due(now_s)
             if lookup.admitted:
-                self._short_count, self._short_since_s = 0, now_s
+                self._short.restart(now_s)
         return lookup.admitted
 
     def plan(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, ClassVar
@@ -39,6 +38,7 @@ from kvpool.connectors.vllm.tier.jobs import ClusterChunks, TierJobs
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.connectors.vllm.tier.lookups import TierLookups
 from kvpool.connectors.vllm.tier.settings import TierSettings
+from kvpool.core.clock import SystemClock
 from kvpool.core.retention import NO_RETENTION
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
@@ -113,7 +113,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         return self._chunks
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        options = RequestOptions.of(req_context.kv_transfer_params, _wall_us)
+        options = RequestOptions.of(req_context.kv_transfer_params, SystemClock().wall_us)
         req_context.set_state(options)
         if options.refused and self._log_limiter.due("options"):
             more = self._log_limiter.suppressed("options")
@@ -219,12 +219,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         return stats
 
 
-def _wall_us() -> int:
-    return time.time_ns() // 1000
-
-
 def _options(req_context: ReqContext) -> RequestOptions:
-    """As `on_new_request` has read them; a request of which it was not told, as another engine's, has none."""
+    """As `on_new_request` has read them; a request that did not come by it has none."""
     return req_context.get_state(RequestOptions) or RequestOptions()
 
 
