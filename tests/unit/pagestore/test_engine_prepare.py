@@ -273,6 +273,11 @@ async def test_a_store_right_after_a_crash_is_refused_while_a_peer_lives() -> No
             assert await store(running, peer, range(32)) == [None] * 32
 
 
+async def store_one_by_one(running: Running, peer: PeerSession, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        assert await store(running, peer, [number]) == [None]
+
+
 async def test_a_store_waits_for_a_segment_that_is_being_prepared() -> None:
     with new_world() as world:
         async with running_engine(world, prepared_segment_bytes=ARENA_BYTES // 2) as running:
@@ -290,6 +295,26 @@ async def test_a_store_waits_for_a_segment_that_is_being_prepared() -> None:
             await asyncio.wait((storing,), timeout=0)
             go_on.set()
             assert await storing == [None] * 32
+
+
+async def test_no_page_goes_for_another_while_the_last_segment_is_being_made() -> None:
+    with new_world(disk=False) as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            slots, make, go_on = ARENA_BYTES // SLOT_BYTES, running.arena.create_segment, threading.Event()
+            assert await store(running, peer, [0]) == [None]
+
+            def in_time(segment_id: int, size_bytes: int) -> None:
+                if running.engine.gauges().arena_segment_bytes == ARENA_BYTES:
+                    go_on.wait()
+                make(segment_id, size_bytes)
+
+            running.arena.create_segment = in_time  # type: ignore[method-assign]
+            storing = asyncio.ensure_future(store_one_by_one(running, peer, range(1, slots)))
+            await asyncio.wait((storing,), timeout=0.1)
+            go_on.set()
+            await storing
+            assert running.engine.gauges().staging_pages == slots
 
 
 async def test_memory_that_one_of_two_peers_let_go_of_comes_back_while_the_other_lives() -> None:

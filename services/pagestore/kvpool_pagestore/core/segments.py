@@ -116,7 +116,7 @@ class SegmentTable:
         vacant = self._vacant_for(tenant, slot_bytes)
         if vacant is not None:
             return self._reformat(vacant, slot_bytes, tenant)
-        if self._new_segment_bytes(slot_bytes):
+        if self._new_segment_bytes(slot_bytes) or self._is_making(tenant, slot_bytes):
             return SpaceNeed.SEGMENT
         victim = self._victim(size_class, self._now_us())
         if victim is not None:
@@ -240,6 +240,10 @@ class SegmentTable:
         if self._vacant_for(tenant, slot_bytes) is not None:
             return False
         return not any(one.tenant == tenant for one in self._unmade.values())
+
+    def _is_making(self, tenant: str, slot_bytes: int) -> bool:
+        """Whether a segment of a class is being made: there is room soon, and no page need go for it."""
+        return any(one.tenant == tenant and one.slot_bytes == slot_bytes for one in self._unmade.values())
 
     def plan_segment(self, tenant: str, slot_bytes: int) -> Segment | None:
         """Book the bytes of a new segment that the caller is about to make; None if the budget has no room for it."""
