@@ -40,8 +40,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "UniformTypeKVCacheSpecs",
     ),
     "vllm.v1.kv_offload.base": (
-        *("Locality", "LookupResult", "Medium", "OffloadKey", "OffloadingCounterMetadata", "OffloadingEvent"),
-        *("OffloadingMetricMetadata", "OffloadingSpec", "ReqContext", "RequestOffloadingContext", "ScheduleEndContext"),
+        *("Locality", "LookupResult", "Medium", "OffloadKey", "OffloadPolicy", "OffloadingCounterMetadata"),
+        *("OffloadingEvent", "OffloadingMetricMetadata", "OffloadingSpec", "ReqContext", "RequestOffloadingContext"),
+        "ScheduleEndContext",
     ),
     "vllm.v1.kv_offload.config": (
         *("OffloadingConfig", "OffloadingGroupConfig", "OffloadingModelConfig", "OffloadingCacheConfig"),

@@ -68,7 +68,8 @@ class Server:
         slots = np.asarray(view)
         for key, chunk in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
             slots[chunk] = _content(key, self.chunk_bytes)
-        self.manager.complete_store(prepared.keys_to_store, request)
+        if prepared.keys_to_store:
+            self.manager.complete_store(prepared.keys_to_store, request)
         self.manager.on_request_finished(request)
 
     def store(self, seed: int, first: int, count: int, params: dict[str, Any] | None = None) -> dict[str, float]:

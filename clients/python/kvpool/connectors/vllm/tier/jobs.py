@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -102,6 +103,8 @@ class TierJobs:
         self._store_bytes_max, self._now_s = store_bytes_max, now_s
         self._open: dict[int, _Job] = {}
         self._storing: set[bytes] = set()
+        # Refused or not stored when they were offered last, at most as many as vLLM's region has, the oldest first.
+        self._lacking: OrderedDict[bytes, None] = OrderedDict()
         self._log_limiter = LogRateLimiter(now_s)
         self.refused_chunks = self.known_chunks = 0  # stores so far
 
@@ -109,6 +112,16 @@ class TierJobs:
     def storing_bytes(self) -> int:
         """Of vLLM's region that stores keep pinned now."""
         return len(self._storing) * self._chunk_bytes
+
+    @property
+    def wants_again(self) -> bool:
+        """Whether chunks that were not stored are to be offered again: there are some, and there is room."""
+        return bool(self._lacking) and 2 * self.storing_bytes <= self._store_bytes_max
+
+    def forget(self) -> None:
+        """What was offered so far is of no use any more."""
+        self._known.clear()
+        self._lacking.clear()
 
     def store(
         self,
@@ -130,6 +143,7 @@ class TierJobs:
         self.known_chunks += len(keys) - len(new)
         room = max(0, self._store_bytes_max - self.storing_bytes) // self._chunk_bytes
         taken = list(new.items())[:room]
+        self._lack(list(new)[room:])
         job = _Job([key for key, _ in taken], None, False, self._now_s(), refused_count=len(new) - len(taken))
         self.refused_chunks += job.refused_count
         if taken:
@@ -158,6 +172,13 @@ class TierJobs:
         self.ended()
         self._region.release()
 
+    def _lack(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._lacking[key] = None
+            self._lacking.move_to_end(key)
+        while len(self._lacking) > self._region.nbytes // self._chunk_bytes:
+            self._lacking.popitem(last=False)
+
     def _chunk(self, chunk_id: int) -> memoryview:
         start = int(chunk_id) * self._chunk_bytes
         return self._region[start : start + self._chunk_bytes]
@@ -183,6 +204,9 @@ class TierJobs:
                 seconds=seconds,
             )
         self._storing.difference_update(job.keys)
+        self._lack(failed)
+        for key in done:
+            self._lacking.pop(key, None)
         stored = [job.keys[position] for position in job.written]
         return EndedJob(
             job_id=job_id,

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadKey,
+    OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
@@ -88,7 +89,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         region = primary_kv_view.cast("B")
         store = self._settings.store
         store_bytes_max = self._settings.store_bytes_in_flight_max or region.nbytes // 4
-        known = self._known = KnownKeys(self._settings.known_s, store.remembered_chunks)
+        known = KnownKeys(self._settings.known_s, store.remembered_chunks)
         self._jobs = TierJobs(region, self._chunk_bytes, known, max(store_bytes_max, self._chunk_bytes))
         shorten_switch_interval()
         self._pages = StorePages(store, "vllm tier")
@@ -118,6 +119,9 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         if options.refused and self._log_limiter.due("options"):
             more = self._log_limiter.suppressed("options")
             _log.warning("kvpool: the tier leaves request %s alone: %s%s", req_context.req_id, options.refused, more)
+        # vLLM offers what its region has since earlier requests only if it is asked to.
+        if options.store and (options.retention is not None or self._jobs.wants_again):
+            return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -182,7 +186,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
             if self._events is not None:
                 self._events.clear()
             self._epoch, self._chunks = secrets.token_hex(16), None
-            self._known.clear()
+            self._jobs.forget()
             _log.info("kvpool: after a reset the tier shares nothing from before; weight_version is not set")
 
     def take_events(self) -> Iterable[OffloadingEvent]:
