@@ -308,18 +308,18 @@ def test_chunks_that_were_not_stored_are_wanted_again_once_there_is_room() -> No
     world = World(store_chunks_max=2)
     world.store.held = True
     world.jobs.store(world.store, 1, keys("a", "b", "c"), [0, 1, 2])
-    assert not world.jobs.wants_again  # no room yet
+    assert not world.jobs.wants_again()  # no room yet
     world.store.release()
     world.jobs.ended()
-    assert world.jobs.wants_again
+    assert world.jobs.wants_again()
     world.store.held, world.store.error = False, ServiceUnavailable("the pagestore was killed")
     world.jobs.store(world.store, 2, keys("c", "d"), [2, 3])
     world.jobs.ended()
-    assert world.jobs.wants_again
+    assert world.jobs.wants_again()
     world.store.error = None
     world.jobs.store(world.store, 3, keys("c", "d"), [2, 3])
     world.jobs.ended()
-    assert not world.jobs.wants_again and set(world.store.chunks) == set(keys("a", "b", "c", "d"))
+    assert not world.jobs.wants_again() and set(world.store.chunks) == set(keys("a", "b", "c", "d"))
 
 
 def test_what_is_wanted_again_is_bounded_by_the_region_and_forgotten_at_a_reset() -> None:
@@ -331,13 +331,13 @@ def test_what_is_wanted_again_is_bounded_by_the_region_and_forgotten_at_a_reset(
     world.store.error = None
     world.jobs.store(world.store, 40, many[-16:], range(16))
     world.jobs.ended()
-    assert not world.jobs.wants_again  # the first ones have left the region by now
+    assert not world.jobs.wants_again()  # the first ones have left the region by now
     world.store.error = ServiceUnavailable("the pagestore was killed")
     world.jobs.store(world.store, 41, keys("a"), [0])
     world.jobs.ended()
-    assert world.jobs.wants_again
+    assert world.jobs.wants_again()
     world.jobs.forget()
-    assert not world.jobs.wants_again
+    assert not world.jobs.wants_again()
 
 
 def test_a_load_names_the_chunks_that_came_and_those_are_misses_that_did_not() -> None:

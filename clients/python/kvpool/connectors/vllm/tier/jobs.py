@@ -113,7 +113,6 @@ class TierJobs:
         """Of vLLM's region that stores keep pinned now."""
         return len(self._storing) * self._chunk_bytes
 
-    @property
     def wants_again(self) -> bool:
         """Whether chunks that were not stored are to be offered again: there are some, and there is room."""
         return bool(self._lacking) and 2 * self.storing_bytes <= self._store_bytes_max

@@ -120,7 +120,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
             more = self._log_limiter.suppressed("options")
             _log.warning("kvpool: the tier leaves request %s alone: %s%s", req_context.req_id, options.refused, more)
         # vLLM offers what its region has since earlier requests only if it is asked to.
-        if options.store and (options.retention is not None or self._jobs.wants_again):
+        if options.store and (options.retention is not None or self._jobs.wants_again()):
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
