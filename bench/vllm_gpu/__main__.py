@@ -63,7 +63,7 @@ LISTS = {
     ],
     "transfers": [  # at link speed nothing reaches a disk: `kvpool cluster up --disk-bytes 0`
         Step("layouts", "layouts --kinds plain", 55),
-        Step("beside", "beside --kinds plain", 130),
+        Step("beside", "beside --kinds plain", 190),
         Step("timeline", "timeline", 85),
     ],
     "two-gpus-1": [  # `kvpool cluster up --agents 2`, and `--agent auto:DIRECTORY`

@@ -140,8 +140,9 @@ def _transfers(samples: Samples, found: dict[str, Case]) -> None:
                 least=least,
             )
     for way, name, least in (("store", "stores", 0.97), ("load", "loads", 0.97), ("both", "both", 0.95)):
-        value, alone = samples.median(f"beside {way}", "plain"), samples.median(f"beside {way} alone", "plain")
-        _case(found, f"engine beside {name}", value, alone, "tokens/s", least=least)
+        for layout in samples.kinds(f"beside {way}"):
+            value, alone = (samples.median(f"beside {way}{more}", layout) for more in ("", " alone"))
+            _case(found, f"engine beside {name}, {layout}", value, alone, "tokens/s", least=least)
 
 
 def _kills(samples: Samples, found: dict[str, Case]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import threading
 import time
@@ -95,6 +96,7 @@ SHAPES = (
     Shape("K/V interleaved BLHNC", "BLHNC", KvGroup(32, 8, 128), 16, 4),
     Shape("MLA", "LBNHC", KvGroup.mla(61, 576), 64, 7),
 )
+_BESIDE = SHAPES[1], SHAPES[0]
 
 
 class Transfers:
@@ -242,25 +244,26 @@ def run_beside(plan: Plan, record: Recorder) -> None:
 
     decode()
     for number in range(_ROUNDS):
-        for way in ("store", "load", "both"):
+        for shape, way in itertools.product(_BESIDE, ("store", "load", "both")):
             before = decode()
-            ours.send(way)
-            record.add(f"beside {way}", "plain", decode(), run=number)
+            ours.send((shape.name, way))
+            record.add(f"beside {way}", shape.layout, decode(), run=number)
             ours.send("stop")
-            record.add(f"beside {way} GB/s", "plain", ours.recv(), run=number)
-            record.add(f"beside {way} alone", "plain", (before + decode()) / 2, run=number)
+            record.add(f"beside {way} GB/s", shape.layout, ours.recv(), run=number)
+            record.add(f"beside {way} alone", shape.layout, (before + decode()) / 2, run=number)
     process.kill()
 
 
 def _serve(pipe: Connection, agent: str) -> None:
-    """Of the process beside the engine: transfers from a way's name on, until `stop`; answers their GB/s."""
-    transfers = Transfers(agent, SHAPES[1])
-    transfers.rate("both", 0.5)
+    """Of the process beside the engine: transfers from a shape's and way's names on, until `stop`; answers GB/s."""
+    transfers = {shape.name: Transfers(agent, shape) for shape in _BESIDE}
+    for one in transfers.values():
+        one.rate("both", 0.5)
     pipe.send("ready")
     while True:
-        way, rates = pipe.recv(), []
+        (name, way), rates = pipe.recv(), []
         while not pipe.poll():
-            rates.append(transfers.rate(way, 0.25))
+            rates.append(transfers[name].rate(way, 0.25))
         pipe.recv()
         pipe.send(float(np.median(rates)) if rates else 0.0)
 
