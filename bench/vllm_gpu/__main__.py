@@ -75,6 +75,9 @@ LISTS = {
     "two-gpus-2": [  # likewise, with `--disk-bytes 0`: it stores faster than a disk writes
         Step("two-engines", "two-engines --runs 3", 225),
     ],
+    "two-gpus-3": [  # as two-gpus-1
+        Step("pull-kills", "pull-kills --eager --prefix-tokens 4096 --max-tokens 20480", 500),
+    ],
     "hybrid": [  # with `--shape windows --lengths 16384` and `--shape states --lengths 16448`
         # With CUDA graphs an engine of `windows` takes 144 s to start.
         Step("ttft", "ttft --kinds plain,kvpool --count 4 --runs 5 --eager", 195),
@@ -93,9 +96,12 @@ def main() -> int:
     if arguments.phase == "all":
         arguments.out.mkdir(parents=True, exist_ok=True)
         return _run_list(arguments)
-    from bench.vllm_gpu import copies, faults, ranks, transfers
+    from bench.vllm_gpu import copies, faults, pull_kills, ranks, transfers
 
-    phases = {**PHASES, **transfers.PHASES, **faults.PHASES, **ranks.PHASES, **copies.PHASES}
+    of_modules = (transfers.PHASES, faults.PHASES, ranks.PHASES, copies.PHASES, pull_kills.PHASES)
+    phases = dict(PHASES)
+    for of_module in of_modules:
+        phases |= of_module
     code = 0
     try:
         phases[arguments.phase](_plan(arguments), Recorder())
@@ -113,7 +119,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "phase",
         help="all, or one of: ttft load press decode bytes zeroed timeline store-rate beside layouts kills ranks "
-        "pull two-engines copies",
+        "pull two-engines copies pull-kills",
     )
     parser.add_argument("--list", choices=LISTS, default="quick", help="of phases, for `all`")
     parser.add_argument("--only", default="", help="of the list: names with commas between")

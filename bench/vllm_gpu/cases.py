@@ -22,6 +22,7 @@ def cases(samples: Samples, token_bytes: int) -> dict[str, Case]:
     _bytes(samples, found)
     _transfers(samples, found)
     _kills(samples, found)
+    _pull_kills(samples, found)
     _ranks(samples, found)
     _pull(samples, found)
     return found
@@ -155,6 +156,16 @@ def _kills(samples: Samples, found: dict[str, Case]) -> None:
             "in_a_transfer": sum(samples.values("killed in a transfer", victim)),
             "loaded_chunks": sum(samples.values("chunks loaded beside kills", victim)),
         }
+
+
+def _pull_kills(samples: Samples, found: dict[str, Case]) -> None:
+    for victim in samples.kinds("killed in pulls"):
+        requests = sum(samples.values("requests beside kills of pulls", victim))
+        failed = sum(samples.values("failed beside kills of pulls", victim))
+        _case(found, f"kills in pulls, {victim}", failed, requests, "failed requests", limit=0.0)
+        found[f"kills in pulls, {victim}"] |= {"kills": sum(samples.values("killed in pulls", victim))}
+        equal, unequal = (sum(samples.values(f"pulled blocks {what}", victim)) for what in ("equal", "unequal"))
+        _case(found, f"right bytes of pulls, {victim}", equal, equal + unequal, "blocks of a head and layer", least=1.0)
 
 
 def _ranks(samples: Samples, found: dict[str, Case]) -> None:

@@ -145,7 +145,7 @@ class _Killer:
 
     def kill(self, victim: str, what: str) -> dict[str, int]:
         """At a random moment in a load or store; returns how many of both were under way."""
-        self._killed_pid = _pid(self._cluster, victim)
+        self._killed_pid = service_pid(self._cluster, victim)
         aim = moment(what, self._seen, self._random)
         for _ in range(_TRIES):
             self._engine.call("bench_kill", self._killed_pid, aim.what, aim.skip, aim.delay_s)
@@ -173,7 +173,7 @@ class _Killer:
 
     def _restarted(self, victim: str) -> bool:
         try:
-            pid = _pid(self._cluster, victim)
+            pid = service_pid(self._cluster, victim)
             os.kill(pid, 0)
         except (ProcessLookupError, StopIteration):
             return False
@@ -200,7 +200,7 @@ def _state_directory(agent: str) -> Path:
     return directory
 
 
-def _pid(directory: Path, name: str) -> int:
+def service_pid(directory: Path, name: str) -> int:
     """Return the process of a service. Raises StopIteration if the cluster has none."""
     state = read_state(directory)
     return next(process.pid for process in (state.processes if state is not None else ()) if process.name == name)

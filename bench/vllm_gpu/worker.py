@@ -172,6 +172,10 @@ class BenchWorker:
         """
         self._bench_calls.aim = Aim(pid, what, skip, delay_s)
 
+    def bench_pid(self) -> int:
+        """This process: with one GPU an engine's core and worker."""
+        return os.getpid()
+
     def bench_traced(self) -> list[tuple[float, str, str, float]]:
         """(time, method, request, what it said) since the last time."""
         return self._bench_calls.take()

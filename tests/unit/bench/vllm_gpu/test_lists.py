@@ -9,6 +9,7 @@ from bench.vllm_gpu.copies import PHASES as COPIES
 from bench.vllm_gpu.engines import KINDS
 from bench.vllm_gpu.faults import PHASES as FAULTS
 from bench.vllm_gpu.phases import PHASES
+from bench.vllm_gpu.pull_kills import PHASES as PULL_KILLS
 from bench.vllm_gpu.ranks import PHASES as RANKS
 from bench.vllm_gpu.ranks import need_gpus
 from bench.vllm_gpu.transfers import PHASES as TRANSFERS
@@ -20,12 +21,12 @@ STEPS = [pytest.param(step, id=f"{name} {step.name}") for name, steps in LISTS.i
 def test_steps_are_phases_of_known_engines(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", *step.arguments.split()])
     arguments = _arguments()
-    assert arguments.phase in {**PHASES, **TRANSFERS, **FAULTS, **RANKS, **COPIES}
+    assert arguments.phase in {**PHASES, **TRANSFERS, **FAULTS, **RANKS, **COPIES, **PULL_KILLS}
     assert set(_plan(arguments).kinds) <= set(KINDS)
 
 
 @pytest.mark.parametrize(
-    "name", ["quick", "final-1", "final-2", "final-3", "transfers", "two-gpus-1", "two-gpus-2", "hybrid"]
+    "name", ["quick", "final-1", "final-2", "final-3", "transfers", "two-gpus-1", "two-gpus-2", "two-gpus-3", "hybrid"]
 )
 def test_lists_for_a_gpu_fit_their_time(name: str) -> None:
     assert sum(step.seconds for step in LISTS[name]) <= 540
