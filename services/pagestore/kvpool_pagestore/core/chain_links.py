@@ -4,8 +4,9 @@ Layers with full attention need all chunks before a boundary of a prompt, so a c
 before it. Layers with a window in a model with other layers need those that the window reaches, recurrent layers one
 state: their chunks stand alone. Of a window's, those far before the end of their prompt are wanted only by another
 prompt that parts from it near them: they are stored, and go first unless one does. What that brings in replays of
-traces is in docs/pagestore.md (`python -m bench.window_eviction`). States are never passed: there are few, one where
-a step of the engine ended.
+traces is in docs/pagestore.md (`python -m bench.window_eviction`). States are never passed: ranking
+those inside of prompts that way finds less in most replays (`python -m bench.state_eviction`). No chunk keeps one of
+another group of its model: hashes are keyed with the keyspace, so which chunks are of one boundary is not known here.
 """
 
 from __future__ import annotations
