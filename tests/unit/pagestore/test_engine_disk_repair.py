@@ -7,6 +7,7 @@ import pytest
 from kvpool.core.errors import KvPoolError, StoreFault
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
+from kvpool_pagestore.engine import disk_tier
 from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, TENANT, new_world, page_key, running_engine
 from tests.fixtures.pagestore import metadata as page_metadata
@@ -95,3 +96,26 @@ async def test_a_page_that_can_never_be_read_does_not_take_the_tier_down_permane
             assert gone.grant is None and gone.error is None and not engine.disk_fault
             assert (await acquire_one(running, peer, wanted(2))).grant is not None
             await eventually(lambda: [found.key for found in stored_pages(world.memory)] == [page_key(2)])
+
+
+async def test_the_files_are_counted_once_a_second_however_much_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        counted, count = list[int](), world.memory.used_bytes
+
+        def watched() -> int:
+            counted.append(count())
+            return counted[-1]
+
+        monkeypatch.setattr(world.memory, "used_bytes", watched)
+        async with running_engine(world) as running:
+            engine, peer = running.engine, await open_session(running)
+            monkeypatch.setattr(disk_tier, "_MEASURED_EVERY_S", 3600.0)
+            for number in range(5):
+                await store(running, peer, [number])
+                await engine.flush(TENANT, b"")
+            engine.load_figures()
+            assert counted == [0] and engine.gauges().disk_used_bytes == 0
+            monkeypatch.setattr(disk_tier, "_MEASURED_EVERY_S", 0.0)
+            engine.load_figures()
+            await eventually(lambda: engine.load_figures().disk_used_bytes == 5 * PAGE_BYTES)
+            assert counted == [0, 5 * PAGE_BYTES], "nothing has changed since"

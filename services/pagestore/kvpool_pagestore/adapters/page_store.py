@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rocksdict import WriteBatch
 
@@ -285,12 +285,12 @@ class _Pages:
         """Delete pages. Synced before their blocks are used again; until then a power loss brings them back."""
         self._found = None
         batch, freed = WriteBatch(raw_mode=True), _Freed()
+        chosen = list(set(keys))
         with self._lock:
-            for key in set(keys):
-                record = self._record_or_damaged(key)
+            for key, extents in zip(chosen, self._places(chosen), strict=True):
                 batch.delete(key.pack(), self.database.handle(RECORDS))
-                if record is not None:
-                    freed.append((key, record.extents))
+                if extents is not None:
+                    freed.append((key, extents))
             if len(batch):
                 self.database.write(batch, sync=False)
                 self._unsynced += freed
@@ -428,10 +428,10 @@ class _Pages:
 
     def _point_records_at(self, pages: Sequence[PageWrite], records: Sequence[PageRecord]) -> _Freed:
         batch, replaced = WriteBatch(raw_mode=True), _Freed()
-        for page, record in zip(pages, records, strict=True):
-            old = self._record_or_damaged(page.key)
+        places = self._places([page.key for page in pages])
+        for page, record, old in zip(pages, records, places, strict=True):
             if old is not None:
-                replaced.append((page.key, old.extents))
+                replaced.append((page.key, old))
             batch.put(page.key.pack(), record.encode(), self.database.handle(RECORDS))
         self.database.write(batch, sync=False)
         return replaced
@@ -447,6 +447,24 @@ class _Pages:
                 self._unsynced += freed
             raise
         self._blocks.give_unless_read(freed)
+
+    def _places(self, keys: Sequence[PageKey]) -> list[Extents | None]:
+        """Where pages lie, by one look-up, which lets go of the interpreter's lock; None for those without a record, or
+        with a damaged one: it is about to be replaced or deleted. Raises StoreFault."""
+        places: list[Extents | None] = []
+        for encoded in self._all_encoded(keys):
+            try:
+                places.append(decode_place(encoded)[1] if encoded is not None else None)
+            except PageCorrupt:
+                places.append(None)
+        return places
+
+    def _all_encoded(self, keys: Sequence[PageKey]) -> list[bytes | None]:
+        try:
+            encoded: Any = self._records.get([key.pack() for key in keys])
+            return list(encoded)
+        except Exception as error:  # the binding raises nothing narrower
+            raise fault_of(f"reading the records of {len(keys)} pages", error) from error
 
     def _encoded(self, key: PageKey) -> bytes | None:
         try:

@@ -27,6 +27,7 @@ from kvpool_pagestore.ports import PageStore, PageWrite, Workers
 
 _log = logging.getLogger(__name__)
 
+_MEASURED_EVERY_S = 1.0
 _CLEARED_CHUNKS = 64  # forgotten between two turns of the loop: each takes some 10 us, more on a busy machine
 
 
@@ -63,6 +64,9 @@ class DiskTier:
         self.map = disk_map
         self._scan = StartupScan(store, self.map, keyspaces, readers)
         self.health = DiskHealth(self._probe, events)
+        self._clock = context.clock
+        self._measured_s = float("-inf")
+        self._is_measured = True  # nothing has changed since, as far as is known
         self.used_bytes = 0  # as the file system counted them last
 
     def __contains__(self, key: PageKey) -> bool:
@@ -222,7 +226,23 @@ class DiskTier:
 
     # Inside
 
+    def measure_changes(self) -> None:
+        """Have `used_bytes` follow what was changed since it was taken. For a caller that comes every second or so."""
+        if not self._is_measured and self._is_measure_due():
+            self._is_measured = True
+            self._tasks.start(self._measure_now(), "measure-disk")
+
     async def _measure(self) -> None:
+        self._is_measured = False
+        if self._is_measure_due():
+            await self._measure_now()
+
+    def _is_measure_due(self) -> bool:
+        """It looks at every file: at a terabyte it takes longer than to write a batch of pages."""
+        return self._clock.monotonic_s() - self._measured_s >= _MEASURED_EVERY_S
+
+    async def _measure_now(self) -> None:
+        self._measured_s, self._is_measured = self._clock.monotonic_s(), True
         try:
             self.used_bytes = await self._readers.run(self._store.used_bytes)
         except KvPoolError as error:  # only a figure: what went before has still succeeded

@@ -368,6 +368,8 @@ class PageStoreEngine:
 
     def load_figures(self) -> NodeLoad:
         """What a lease renewal reports."""
+        if self._disk is not None:
+            self._disk.measure_changes()
         gauges = self.gauges()
         return NodeLoad(
             arena_capacity_bytes=gauges.arena_capacity_bytes,
