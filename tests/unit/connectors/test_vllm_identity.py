@@ -59,6 +59,22 @@ def test_a_gpus_blocks_are_rows_that_any_split_can_read() -> None:
     assert (spec.payload, spec.group.kv_heads, spec.group.head_dim) == (PayloadKind.CANONICAL, 8, 64)
 
 
+@pytest.mark.parametrize(("computed", "isa"), [(torch.bfloat16, "amx"), (torch.float32, "vec")])
+def test_a_cpus_kernels_are_those_of_the_models_elements_not_of_its_caches(
+    monkeypatch: pytest.MonkeyPatch, computed: torch.dtype, isa: str
+) -> None:
+    """A cache in fp8 that bfloat16 kernels have filled is arranged as theirs, in tiles where the CPU has them."""
+    kernels: Any = ModuleType("vllm.v1.attention.backends.cpu_attn")
+    kernels._get_attn_isa = lambda dtype, block, head=None: "amx" if dtype is torch.bfloat16 else "vec"
+    for package in ("vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    config = configured(device="cpu", cache_dtype="fp8")
+    config.model_config.dtype = computed
+    cache = FullAttentionSpec(dtype=torch.uint8, kv_quant_mode=1, page_size_bytes=16 * 4 * 2 * 64)
+    assert the_facts(config, groups(cache)).isa == isa
+
+
 def test_a_cpus_blocks_are_shared_by_like_engines_only() -> None:
     facts = replace(ROWS, opaque=True, isa="vec")
     spec = model_spec(SETTINGS, configured(), facts)

@@ -148,7 +148,8 @@ def _group_info(vllm_config: Any, group: Any, *, draft_layers: int = 0) -> KvCac
     if on_cpu:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size)
+        # Kernels of the type that is computed in also arrange a cache in fp8.
+        isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size)
     return KvCacheInfo(
         block_tokens=spec.block_size,
         head_count=heads,
