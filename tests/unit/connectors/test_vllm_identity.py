@@ -260,6 +260,17 @@ def test_a_salt_never_equals_what_else_changes_the_kv() -> None:
     assert model_spec(replace(SETTINGS, salt="made-up weights"), configured(), ROWS) != made_up
 
 
+@pytest.mark.parametrize("built", ["deepseek_yarn", "deepseek_llama_scaling"])
+def test_what_vllm_writes_into_a_config_when_it_builds_the_model_is_not_read(built: str) -> None:
+    """Only workers build it: a scheduler in a process of its own has the config as it was."""
+    given = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
+    scheduler = model_spec(SETTINGS, configured(text_config={"rope_parameters": given}), ROWS)
+    worker = model_spec(SETTINGS, configured(text_config={"rope_parameters": given | {"rope_type": built}}), ROWS)
+    assert worker == scheduler
+    other = model_spec(SETTINGS, configured(text_config={"rope_parameters": given | {"factor": 20.0}}), ROWS)
+    assert other != scheduler
+
+
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 

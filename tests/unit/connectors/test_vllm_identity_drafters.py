@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,39 @@ def test_a_drafter_beside_a_pipeline_is_named() -> None:
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(GeometryUnsupported, match="pipeline"):
         the_facts(config, with_draft(EAGLE))
+
+
+def vllms_own(config: Any) -> Any:
+    """What vLLM gives every drafter's config, as SpeculativeConfig.hf_config_override."""
+    return config
+
+
+vllms_own.__module__ = "vllm.config.speculative"
+
+
+def a_users(config: Any) -> Any:
+    return config
+
+
+@pytest.mark.parametrize("overrides", [vllms_own, partial(vllms_own, a_users)])
+def test_what_vllm_writes_into_a_drafters_config_when_it_is_built_is_not_read(overrides: Any) -> None:
+    """Only workers build it: a scheduler in a process of its own has the config as it was."""
+    drafter = a_drafter(hf_overrides=overrides)
+    config = configured(drafter=drafter)
+    facts = the_facts(config, with_draft(EAGLE))
+    scheduler = model_spec(SETTINGS, config, facts)
+    drafter.draft_model_config.hf_text_config.to_dict().update(draft_vocab_size=32000, target_layer_count=8)
+    assert model_spec(SETTINGS, config, facts) == scheduler
+
+
+def test_engines_whose_drafters_configs_differ_do_not_mix() -> None:
+    def spec(rope_theta: float = 1e4, overrides: Any = vllms_own) -> Any:
+        text_config = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_theta": rope_theta}})
+        config = configured(drafter=a_drafter(hf_overrides=overrides, hf_text_config=text_config))
+        return model_spec(SETTINGS, config, the_facts(config, with_draft(EAGLE)))
+
+    assert spec() == spec()
+    assert len({spec(), spec(1e6), spec(overrides=partial(vllms_own, a_users))}) == 3
 
 
 def test_a_drafters_weights_must_be_known_before_anything_is_shared() -> None:

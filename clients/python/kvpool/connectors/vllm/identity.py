@@ -18,7 +18,7 @@ from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRef
 from kvpool.core.geometry import AttentionKind, OpaqueLayout
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec
-from kvpool.core.model import ROPE_KEYS, Model, default_keyspace_name, family_name
+from kvpool.core.model import ROPE_KEYS, Model, default_keyspace_name, family_name, normalized_rope
 from kvpool.core.partition import RankPart, rank_part
 
 _FP8_NAMES = {"auto": "fp8_e4m3", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
@@ -33,6 +33,8 @@ _DRAFTERS = ("eagle", "eagle3", "mtp")
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "medusa", "mlp_speculator", "suffix")
 _RECURRENT = "MambaSpec"  # vLLM's name for all recurrent state: Mamba, gated delta nets, short convolutions, ...
 _CHUNK_TOKENS_MAX = 4096
+# What vLLM's DeepSeek layers write into the config that they are built from, and what stood there.
+_BUILT_ROPE_TYPES = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
 _FP8_PER_TENSOR = 1  # of vLLM's KVQuantMode; 0: not quantized
 
 
@@ -394,7 +396,7 @@ def model_spec(
         window_tokens=info.window_tokens,
         dtype=_DTYPES[info.dtype],
         chunk_tokens=settings.chunk_tokens,
-        rope=config,
+        rope=_unbuilt_rope(config),
         # A checkpoint that is quantized says so itself, and its weights are its own.
         quantization=model.quantization if getattr(model.hf_config, "quantization_config", None) is None else None,
         variant=_variant(vllm_config, info) if read_weights else (),
@@ -408,6 +410,19 @@ def model_spec(
     elif info.window_tokens and info.layer_numbers:
         attention = AttentionKind.GROUPED_WINDOW
     return replace(spec, groups=(replace(spec.group, attention=attention),))
+
+
+def _unbuilt_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's config with rotary embeddings as they were before vLLM built the model: a scheduler may live in
+    a process that builds none, and has to derive the same keyspace."""
+
+    def unbuilt(rope: Mapping[str, Any]) -> dict[str, Any]:
+        given = {key: unbuilt(value) if isinstance(value, Mapping) else value for key, value in rope.items()}
+        kind = given.get("rope_type")
+        return given | {"rope_type": _BUILT_ROPE_TYPES[kind]} if kind in _BUILT_ROPE_TYPES else given
+
+    rope = config.get("rope_parameters")
+    return {**config, "rope_parameters": unbuilt(rope)} if isinstance(rope, Mapping) else dict(config)
 
 
 def model_revision(model: Any) -> str:
@@ -463,10 +478,21 @@ def _drafter_parts(drafter: Any, model: Any) -> list[Any]:
             f"it cannot be said which weights the drafter {draft.model!r} has; name it as on the hub or as a directory"
         ) from error
     chained = int(drafter.num_speculative_tokens) if drafter.use_multi_module_mtp() else 0  # layers that are computed
-    described = [str(draft.dtype), draft.quantization, *_override_parts(draft), *_length_parts(draft)]
+    rope = normalized_rope(_unbuilt_rope(draft.hf_text_config.to_dict()))
+    described = [str(draft.dtype), draft.quantization, *_draft_override_parts(draft), rope, *_length_parts(draft)]
     parts = [drafter.method, revision, chained, *described]
     load = getattr(drafter, "draft_load_config", None)
     return [*parts, "made-up weights"] if load is not None and str(load.load_format) == "dummy" else parts
+
+
+def _draft_override_parts(draft: Any) -> list[Any]:
+    """vLLM changes every drafter's config itself, and again when it builds the drafter, which a scheduler may not see.
+    What it starts from belongs to the drafter's revision; a function of the user's is named."""
+    function = getattr(draft.hf_overrides, "func", draft.hf_overrides)
+    if str(getattr(function, "__module__", "")).partition(".")[0] != "vllm":
+        return _override_parts(draft)
+    users = [getattr(one, "__qualname__", "") for one in getattr(draft.hf_overrides, "args", ())]
+    return [{"overrides": users}] if users else []
 
 
 def _length_parts(model: Any) -> list[str]:
