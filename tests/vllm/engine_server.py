@@ -33,7 +33,7 @@ ENVIRONMENT = {
 _ASYNCHRONOUS = "KVPOOL_TEST_ASYNCHRONOUS"  # in the environment of an engine's processes
 _LINE_BYTES_MAX = 1 << 26
 _SPIN_S = 50e-6
-_COUNTED = ("kvpool", "preempt", "kv_cache_usage")  # in the names of metrics
+_COUNTED = ("kvpool", "preempt", "kv_cache_usage", "spec_decode")  # in the names of metrics
 
 
 def main() -> None:
@@ -292,7 +292,7 @@ class _Served:
         return {"events": json.loads(json.dumps(self._events.heard, default=bytes.hex))}
 
     async def _counters(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """kvpool's counters, those of preemption and the share of blocks in use, by name."""
+        """kvpool's counters, those of preemption and drafts, and the share of blocks in use, by name."""
         from prometheus_client import REGISTRY  # vLLM's own snapshot cuts seconds to whole ones
 
         found: dict[str, float] = {}

@@ -26,16 +26,35 @@ class WorkerProbe:
 
         connector.bind_connector_metadata = bind_and_note
 
-    def spoil_loads(self, group: int, how: str) -> None:
+    def watch_drafts(self) -> None:
+        """Note from now on what the drafter proposes."""
+        drafter = self.model_runner.drafter
+        propose = drafter.propose
+        self._drafts: list[list[list[int]]] = []
+
+        def propose_and_note(*arguments: Any, **more: Any) -> Any:
+            drafts = propose(*arguments, **more)
+            self._drafts.append(drafts.tolist())
+            return drafts
+
+        drafter.propose = propose_and_note
+
+    def take_drafts(self) -> list[list[list[int]]]:
+        """Return what the drafter has proposed since the last call: for each step and request, tokens."""
+        drafts, self._drafts = self._drafts, []
+        return drafts
+
+    def spoil_loads(self, group: int, how: str, layers: tuple[int, ...] = ()) -> None:
         """From now on the blocks that loads fill of one KV cache group hold no KV ("zeroes"), that of other tokens of
         the prompt ("others"), or what they held when they were loaded last ("kept": "keep" changes nothing), once a
-        load has ended. group: -1 spoils none."""
+        load has ended. group: -1 spoils none. layers: numbers of those to spoil, from the end if negative; all without.
+        """
         from kvpool.connectors.vllm.worker import ConnectorWorker
 
         if not hasattr(self, "_spoiled"):
             self._loading: dict[str, list[Any]] = {}  # jobs of requests whose loads have not ended
             self._watch_loads(ConnectorWorker)
-        self._spoiled = group, how
+        self._spoiled, self._spoiled_layers = (group, how), tuple(layers)
 
     def _watch_loads(self, kind: Any) -> None:
         """Spoil what this process's connector has loaded before vLLM learns that the loads have ended."""
@@ -71,7 +90,10 @@ class WorkerProbe:
             tensors = [tensor for tensor in self.model_runner.kv_caches if not isinstance(tensor, tuple)]
             if how == "keep":
                 self._kept = [tensor[blocks].clone() for tensor in tensors]
-            for number, tensor in enumerate(tensors if how != "keep" else ()):
+            chosen = {number % len(tensors) for number in self._spoiled_layers} or set(range(len(tensors)))
+            for number, tensor in enumerate(tensors):
+                if how == "keep" or number not in chosen:
+                    continue
                 if how == "kept":
                     tensor[blocks] = self._kept[number]
                 else:

@@ -1,0 +1,171 @@
+"""Latent attention, drafters that keep KV of their own, and KV in fp8 through the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cli_cluster import Cluster
+from tests.vllm.engine import CHUNK, Engine, Engines, agent_of, prompt
+from tests.vllm.models import make_eagle3_drafter, make_eagle_drafter, make_mla_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+DRAFTS = 2  # tokens of a draft
+NEW_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """mla: else a Llama. method: of speculation; empty without a drafter. make_drafter: where the model has none of its
+    own. accepts: whether the drafter is right now and then."""
+
+    mla: bool = False
+    block: int = 32
+    method: str = ""
+    make_drafter: Callable[[Path, Path], Path] | None = None
+    accepts: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+KINDS = {
+    "mla": Kind(mla=True, block=16),
+    "mla and mtp": Kind(mla=True, block=16, method="mtp", accepts=True),
+    "eagle": Kind(method="eagle", make_drafter=make_eagle_drafter, accepts=True),
+    "eagle3": Kind(method="eagle3", make_drafter=make_eagle3_drafter),
+    "fp8_e4m3": Kind(arguments={"kv_cache_dtype": "fp8"}),
+    "fp8_e5m2": Kind(arguments={"kv_cache_dtype": "fp8_e5m2"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model and engines that serve it: plain vLLM, and two that share."""
+
+    kind: Kind
+    alone: Engine
+    first: Engine
+    second: Engine
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def served(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    engines: Engines,
+    model_dir: Path,
+    cluster: Cluster,
+) -> Iterator[Served]:
+    kind, agent = KINDS[request.param], agent_of(cluster)
+    model = make_mla_model(tmp_path_factory.mktemp("mla")) if kind.mla else model_dir
+    arguments: dict[str, Any] = {"model": str(model), "block_size": kind.block, **kind.arguments}
+    if kind.method:
+        speculation: dict[str, Any] = {"method": kind.method, "num_speculative_tokens": DRAFTS}
+        if kind.make_drafter is not None:
+            speculation["model"] = str(kind.make_drafter(tmp_path_factory.mktemp("drafter"), model))
+        arguments["speculative_config"] = speculation
+    with (
+        engines.start(enable_prefix_caching=False, **arguments) as alone,
+        engines.start(agent=agent, **arguments) as first,
+        engines.start(agent=agent, **arguments) as second,
+    ):
+        if kind.method:
+            for engine in (alone, first, second):
+                engine.probe("watch_drafts")
+        yield Served(kind, alone, first, second)
+
+
+def loadable(length: int) -> int:
+    """Tokens of a prompt that may come from the pool."""
+    return min(length // CHUNK * CHUNK, length - 1)
+
+
+def answer(engine: Engine, asked: list[int], salt: str = "") -> tuple[list[int], int]:
+    """Tokens, and how many of the prompt's were not computed."""
+    found = engine.generate(asked, salt=salt, new_tokens=NEW_TOKENS)
+    return found.tokens[0], found.cached[0]
+
+
+def drafts_of(engine: Engine) -> list[Any]:
+    """What its drafter has proposed since the last call."""
+    drafts: list[Any] = engine.probe("take_drafts")[0]
+    return drafts
+
+
+def has_stored(engine: Engine, asked: list[int], salt: str) -> list[int]:
+    """Have it compute a prompt, and wait until the pool has its chunks; what it says."""
+    before = engine.counters()["stored_chunks"]
+    tokens, cached = answer(engine, asked, salt)
+    assert cached == 0
+    engine.await_stored(int(before) + len(asked) // CHUNK)
+    return tokens
+
+
+def test_tokens_after_a_load_are_those_of_plain_vllm(served: Served) -> None:
+    edges = {2 * CHUNK, 5 * CHUNK, 2 * CHUNK + served.kind.block}
+    lengths = sorted({edge + by for edge in edges for by in (-1, 0, 1)} | {CHUNK + 1, 4 * CHUNK + 50})
+    prompts = [prompt(length, seed=length) for length in lengths]
+    expected = [answer(served.alone, one)[0] for one in prompts]
+    assert [has_stored(served.first, one, "edges") for one in prompts] == expected
+    found = [answer(served.second, one, "edges") for one in prompts]
+    assert found == [(tokens, loadable(len(one))) for one, tokens in zip(prompts, expected, strict=True)]
+    served.second.forget()
+    together = served.second.generate(*prompts, salt="edges", new_tokens=NEW_TOKENS)
+    assert together.tokens == expected
+    assert together.cached == [loadable(length) for length in lengths]
+    if served.kind.accepts:
+        assert served.second.counters()["spec_decode_num_accepted_tokens"] > 0
+
+
+def test_prefixes_end_at_any_chunk(served: Served) -> None:
+    shared = prompt(6 * CHUNK + 5, seed=1)
+    has_stored(served.first, shared, "prefixes")
+    for chunks in range(1, 7):
+        asked = shared[: chunks * CHUNK] + prompt(40, seed=chunks)
+        served.second.forget()
+        assert answer(served.second, asked, "prefixes") == (answer(served.alone, asked)[0], chunks * CHUNK)
+
+
+@pytest.mark.parametrize("how", ["zeroes", "kept"])
+def test_other_kv_changes_tokens(served: Served, how: str) -> None:
+    """kept: of another prompt."""
+    asked, other = prompt(4 * CHUNK + 7, seed=2), prompt(4 * CHUNK + 7, seed=3)
+    salt = f"spoiled {how}"
+    expected = has_stored(served.first, asked, salt)
+    has_stored(served.first, other, salt)
+    served.second.probe("spoil_loads", 0, "keep")
+    assert answer(served.second, other, salt)[1] == 4 * CHUNK
+    served.second.forget()
+    served.second.probe("spoil_loads", 0, how)
+    tokens, cached = answer(served.second, asked, salt)
+    served.second.probe("spoil_loads", -1, how)
+    served.second.forget()
+    assert cached == 4 * CHUNK
+    assert tokens != expected
+    assert answer(served.second, asked, salt)[0] == expected == answer(served.alone, asked)[0]
+
+
+def test_a_drafters_kv_is_loaded_as_the_models(served: Served) -> None:
+    """With other KV of its own it drafts other tokens, and the model says what it always says."""
+    if not served.kind.method:
+        pytest.skip("no drafter")
+    asked = prompt(4 * CHUNK + 7, seed=4)
+    has_stored(served.first, asked, "drafts")
+    drafts_of(served.alone)
+    expected = answer(served.alone, asked)[0]
+    drafted = drafts_of(served.alone)
+    served.second.forget()
+    drafts_of(served.second)
+    assert answer(served.second, asked, "drafts") == (expected, 4 * CHUNK)
+    assert drafts_of(served.second) == drafted
+    served.second.forget()
+    drafts_of(served.second)
+    served.second.probe("spoil_loads", 0, "zeroes", [-1])
+    spoiled = answer(served.second, asked, "drafts")
+    served.second.probe("spoil_loads", -1, "zeroes")
+    assert spoiled == (expected, 4 * CHUNK)
+    assert drafts_of(served.second) != drafted
+    served.second.forget()
