@@ -271,6 +271,21 @@ def test_what_vllm_writes_into_a_config_when_it_builds_the_model_is_not_read(bui
     assert other != scheduler
 
 
+def test_the_turned_share_of_a_head_that_vllm_derives_from_the_config_is_not_read() -> None:
+    """As MiniMax M2's, in workers. What the config says of it belongs to the model's revision."""
+    sizes = {"rotary_dim": 64, "head_dim": 128, "hidden_size": 512, "num_attention_heads": 4}
+
+    def spec(**rope: Any) -> Any:
+        text_config = sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6} | rope}
+        return model_spec(SETTINGS, configured(text_config=text_config), ROWS)
+
+    assert spec() == spec(partial_rotary_factor=0.5) != spec(partial_rotary_factor=0.25)
+    del sizes["head_dim"]  # then it is the width of a head
+    assert spec() == spec(partial_rotary_factor=0.5)
+    del sizes["rotary_dim"]
+    assert spec() != spec(partial_rotary_factor=0.5)
+
+
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 

@@ -415,11 +415,16 @@ def model_spec(
 def _unbuilt_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's config with rotary embeddings as they were before vLLM built the model: a scheduler may live in
     a process that builds none, and has to derive the same keyspace."""
+    rotary_dim, width, heads = (config.get(name) for name in ("rotary_dim", "hidden_size", "num_attention_heads"))
+    head_dim = config.get("head_dim") or (width // heads if width and heads else 0)
 
     def unbuilt(rope: Mapping[str, Any]) -> dict[str, Any]:
         given = {key: unbuilt(value) if isinstance(value, Mapping) else value for key, value in rope.items()}
-        kind = given.get("rope_type")
-        return given | {"rope_type": _BUILT_ROPE_TYPES[kind]} if kind in _BUILT_ROPE_TYPES else given
+        if "rope_type" in given:
+            given["rope_type"] = _BUILT_ROPE_TYPES.get(str(given["rope_type"]), given["rope_type"])
+        if rotary_dim and head_dim and given.get("partial_rotary_factor") == rotary_dim / head_dim:
+            del given["partial_rotary_factor"]
+        return given
 
     rope = config.get("rope_parameters")
     return {**config, "rope_parameters": unbuilt(rope)} if isinstance(rope, Mapping) else dict(config)
