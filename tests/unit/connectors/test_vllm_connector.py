@@ -311,6 +311,22 @@ def test_workers_say_which_agents_serve_them_also_of_a_pipeline(
     assert "pp 0 tp 0 on a CPU is served by no agent yet" in caplog.text
 
 
+def test_a_worker_that_stores_where_the_scheduler_does_not_look_is_named(
+    module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def connector_scheduler(*arguments: Any) -> Any:
+        arguments[3].keyspaces = ("the scheduler's",)
+        return SimpleNamespace(), lambda: None
+
+    monkeypatch.setattr(wiring, "connector_scheduler", connector_scheduler)
+    scheduler = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
+    same, not_yet, other = (module.WorkerAgent("unix:/x", "", names) for names in (("the scheduler's",), (), ("b",)))
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): same, (0, 1): not_yet})
+    assert "nothing will be loaded" not in caplog.text
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): same, (0, 1): other})
+    assert "worker pp 0 tp 1 stores in keyspaces b, the scheduler looks in the scheduler's" in caplog.text
+
+
 def test_a_child_of_a_multiconnector_hands_other_connectors_nothing(
     module: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,6 +59,7 @@ class AgentSelector:
         self._boot_id = boot_id or Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self.endpoint = ""
         self.gpu = ""
+        self.keyspaces: tuple[str, ...] = ()  # that the process uses there, one for each KV cache group
 
     def select(self, place: WorkerPlacement) -> str:
         """Return the agent's endpoint. raises: ServiceUnavailable if none is running; InvalidRequest."""

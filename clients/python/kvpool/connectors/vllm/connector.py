@@ -143,7 +143,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         children: NIXL's connector stops the engine if it gets metadata of another kind."""
         if self._off or self._outer_config is not self._vllm_config:
             return None
-        return WorkerAgent(self._agents.endpoint, self._agents.gpu)
+        return WorkerAgent(self._agents.endpoint, self._agents.gpu, self._agents.keyspaces)
 
     @_guarded()
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -209,12 +209,20 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @_guarded()
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """See the base class, which refuses pipelines. Logs which agent serves each worker."""
+        """See the base class, which refuses pipelines. Logs which agent serves each worker, and which stores where the
+        scheduler does not look: vLLM changes its config while it builds the model, which only workers do."""
         for (pp_rank, tp_rank), agent in sorted(metadata.items()):
             if not isinstance(agent, WorkerAgent):  # another child's of a MultiConnector
                 continue
             endpoint, gpu = agent.endpoint or "no agent yet", agent.gpu or "a CPU"
             _log.info("kvpool: worker pp %d tp %d on %s is served by %s", pp_rank, tp_rank, gpu, endpoint)
+            own, its = self._agents.keyspaces, agent.keyspaces
+            if own and its and own != its:
+                _log.error(
+                    "kvpool: nothing will be loaded: worker pp %d tp %d stores in keyspaces %s, the scheduler looks in "
+                    "%s. Please report this with the model's config.json",
+                    *(pp_rank, tp_rank, ", ".join(its), ", ".join(own)),
+                )
 
     @_guarded()
     def on_new_request(self, request: Any) -> None:

@@ -28,10 +28,12 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not th
 
 @dataclass
 class WorkerAgent(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler, once. endpoint: of its agent; empty until one is found. gpu: UUID of its GPU."""
+    """From a worker to the scheduler, once. endpoint: of its agent; empty until one is found. gpu: UUID of its GPU.
+    keyspaces: that it stores in, one for each KV cache group; none until an agent is found."""
 
     endpoint: str
     gpu: str
+    keyspaces: tuple[str, ...] = ()
 
 
 @dataclass

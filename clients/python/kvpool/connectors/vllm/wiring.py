@@ -103,18 +103,19 @@ def connector_scheduler(
     def registrations() -> list[EngineRegistration]:
         endpoint = agents.select(place)
         specs = [model_spec(settings, vllm_config, info) for info in groups]
+        names = agents.keyspaces = _keyspaces(settings, specs, groups)
         return [
             EngineRegistration(
                 endpoint=endpoint,
                 engine_name=engine_name,
-                keyspace_name=keyspace_name(settings, spec, info),
+                keyspace_name=name,
                 spec=spec,
                 layout=_one_block(spec, info),
                 regions=(),
                 match_only=True,
                 engine_id=_engine_id(vllm_config),
             )
-            for spec, info in zip(specs, groups, strict=True)
+            for name, spec, info in zip(names, specs, groups, strict=True)
         ]
 
     connection = AgentConnection(registrations, settings.client_config(on_gpu=device_is_gpu))
@@ -187,11 +188,12 @@ def connector_worker(
     def registrations() -> list[EngineRegistration]:
         endpoint = agents.select(place)
         specs = [model_spec(settings, vllm_config, group.info) for group in groups]
+        names = agents.keyspaces = _keyspaces(settings, specs, [group.info for group in groups])
         return [
             EngineRegistration(
                 endpoint=endpoint,
                 engine_name=f"vllm-{vllm_config.kv_transfer_config.engine_id}-{rank}",
-                keyspace_name=keyspace_name(settings, spec, group.info),
+                keyspace_name=name,
                 spec=spec,
                 layout=group.memory.layout,
                 regions=group.memory.regions,
@@ -200,7 +202,7 @@ def connector_worker(
                 generations=generations,
                 engine_id=_engine_id(vllm_config),
             )
-            for spec, group in zip(specs, groups, strict=True)
+            for name, spec, group in zip(names, specs, groups, strict=True)
         ]
 
     connection = AgentConnection(registrations, settings.client_config(on_gpu=memory.step_events.slots is not None))
@@ -227,6 +229,10 @@ def connector_worker(
             generations.close()
 
     return side, close
+
+
+def _keyspaces(settings: VllmSettings, specs: Sequence[KeyspaceSpec], groups: Sequence[KvCacheInfo]) -> tuple[str, ...]:
+    return tuple(keyspace_name(settings, spec, info) for spec, info in zip(specs, groups, strict=True))
 
 
 def _shares_gpu_cache(settings: VllmSettings, groups: Sequence[KvCacheInfo]) -> bool:
