@@ -264,25 +264,36 @@ def test_a_salt_never_equals_what_else_changes_the_kv() -> None:
 def test_what_vllm_writes_into_a_config_when_it_builds_the_model_is_not_read(built: str) -> None:
     """Only workers build it: a scheduler in a process of its own has the config as it was."""
     given = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
-    scheduler = model_spec(SETTINGS, configured(text_config={"rope_parameters": given}), ROWS)
-    worker = model_spec(SETTINGS, configured(text_config={"rope_parameters": given | {"rope_type": built}}), ROWS)
-    assert worker == scheduler
-    other = model_spec(SETTINGS, configured(text_config={"rope_parameters": given | {"factor": 20.0}}), ROWS)
-    assert other != scheduler
+
+    def spec(family: str = "deepseek_v3", overrides: Any = None, **rope: Any) -> Any:
+        config = configured(text_config={"model_type": family, "rope_parameters": given | rope}, overrides=overrides)
+        return model_spec(SETTINGS, config, ROWS)
+
+    assert spec(rope_type=built) == spec() != spec(factor=20.0)
+    users = {"rope_parameters": given | {"rope_type": built}}
+    assert spec(rope_type=built, overrides=users) != spec(), "as the user asked for, who may have another model"
+    assert spec("llama", rope_type=built) != spec("llama"), "its layers write nothing"
 
 
 def test_the_turned_share_of_a_head_that_vllm_derives_from_the_config_is_not_read() -> None:
     """As MiniMax M2's, in workers. What the config says of it belongs to the model's revision."""
-    sizes = {"rotary_dim": 64, "head_dim": 128, "hidden_size": 512, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"rotary_dim": 64, "head_dim": 128, "hidden_size": 512, "num_attention_heads": 4}
+    sizes["model_type"] = "minimax_m2"
 
-    def spec(**rope: Any) -> Any:
+    def spec(overrides: Any = None, **rope: Any) -> Any:
         text_config = sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6} | rope}
-        return model_spec(SETTINGS, configured(text_config=text_config), ROWS)
+        return model_spec(SETTINGS, configured(text_config=text_config, overrides=overrides), ROWS)
 
     assert spec() == spec(partial_rotary_factor=0.5) != spec(partial_rotary_factor=0.25)
+    assert spec({"rope_parameters": {"partial_rotary_factor": 0.5}}, partial_rotary_factor=0.5) != spec()
     del sizes["head_dim"]  # then it is the width of a head
     assert spec() == spec(partial_rotary_factor=0.5)
+    sizes["model_type"] = "llama"  # does not read `rotary_dim`
+    assert spec() != spec(partial_rotary_factor=0.5)
+    sizes |= {"model_type": "falcon_h1", "attn_rotary_emb": 64}
     del sizes["rotary_dim"]
+    assert spec() == spec(partial_rotary_factor=0.5)
+    del sizes["attn_rotary_emb"]
     assert spec() != spec(partial_rotary_factor=0.5)
 
 

@@ -116,7 +116,7 @@ def test_a_drafter_beside_a_pipeline_is_named() -> None:
         the_facts(config, with_draft(EAGLE))
 
 
-def vllms_own(config: Any) -> Any:
+def vllms_own(config: Any, target: Any = None) -> Any:
     """What vLLM gives every drafter's config, as SpeculativeConfig.hf_config_override."""
     return config
 
@@ -128,7 +128,7 @@ def a_users(config: Any) -> Any:
     return config
 
 
-@pytest.mark.parametrize("overrides", [vllms_own, partial(vllms_own, a_users)])
+@pytest.mark.parametrize("overrides", [vllms_own, partial(vllms_own, target=1)])
 def test_what_vllm_writes_into_a_drafters_config_when_it_is_built_is_not_read(overrides: Any) -> None:
     """Only workers build it: a scheduler in a process of its own has the config as it was."""
     drafter = a_drafter(hf_overrides=overrides)
@@ -140,13 +140,14 @@ def test_what_vllm_writes_into_a_drafters_config_when_it_is_built_is_not_read(ov
 
 
 def test_engines_whose_drafters_configs_differ_do_not_mix() -> None:
-    def spec(rope_theta: float = 1e4, overrides: Any = vllms_own) -> Any:
-        text_config = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_theta": rope_theta}})
+    def spec(rope_theta: float = 1e4, overrides: Any = vllms_own, **changed: Any) -> Any:
+        text_config = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_theta": rope_theta}, **changed})
         config = configured(drafter=a_drafter(hf_overrides=overrides, hf_text_config=text_config))
         return model_spec(SETTINGS, config, the_facts(config, with_draft(EAGLE)))
 
     assert spec() == spec()
-    assert len({spec(), spec(1e6), spec(overrides=partial(vllms_own, a_users))}) == 3
+    users = partial(vllms_own, a_users)
+    assert len({spec(), spec(1e6), spec(overrides=users), spec(overrides=users, rms_norm_eps=1e-2)}) == 4
 
 
 def test_a_drafters_weights_must_be_known_before_anything_is_shared() -> None:

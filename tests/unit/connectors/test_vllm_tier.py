@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.connectors.vllm.tier.jobs import TierJobs
+from kvpool.connectors.vllm.tier.jobs import FAILED_PAUSE_S, LACKING_S, TierJobs
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.connectors.vllm.tier.lookups import TierLookups
 from kvpool.connectors.vllm.tier.settings import TierSettings
@@ -312,28 +312,59 @@ def test_chunks_that_were_not_stored_are_wanted_again_once_there_is_room() -> No
     world.store.release()
     world.jobs.ended()
     assert world.jobs.wants_again()
-    world.store.held, world.store.error = False, ServiceUnavailable("the pagestore was killed")
+    world.store.held = False
     world.jobs.store(world.store, 2, keys("c", "d"), [2, 3])
-    world.jobs.ended()
-    assert world.jobs.wants_again()
-    world.store.error = None
-    world.jobs.store(world.store, 3, keys("c", "d"), [2, 3])
     world.jobs.ended()
     assert not world.jobs.wants_again() and set(world.store.chunks) == set(keys("a", "b", "c", "d"))
 
 
-def test_what_is_wanted_again_is_bounded_by_the_region_and_forgotten_at_a_reset() -> None:
-    world, many = World(), [b"%d" % number for number in range(40)]
+def test_while_the_cluster_takes_nothing_chunks_are_wanted_again_only_now_and_then() -> None:
+    world = World()
     world.store.error = ServiceUnavailable("the pagestore was killed")
-    for number, key in enumerate(many):
-        world.jobs.store(world.store, number, [key], [0])
-        world.jobs.ended()
+    for number in range(100):
+        if not number or world.jobs.wants_again():
+            world.jobs.store(world.store, number, keys("a"), [0])
+            world.jobs.ended()
+        world.clock.s += FAILED_PAUSE_S / 10
+    assert 5 <= len(world.store.offered) <= 10
     world.store.error = None
-    world.jobs.store(world.store, 40, many[-16:], range(16))
+    world.clock.s += 2 * FAILED_PAUSE_S
+    assert world.jobs.wants_again()
+    world.jobs.store(world.store, 100, keys("a"), [0])
     world.jobs.ended()
+    assert not world.jobs.wants_again()
+
+
+@pytest.mark.parametrize("how", ["stored", "loaded"])
+def test_a_chunk_that_the_cluster_has_by_another_engine_is_not_wanted_any_more(how: str) -> None:
+    world = World(store_chunks_max=2)
+    world.jobs.store(world.store, 1, keys("a", "b", "c"), [0, 1, 2])
+    world.jobs.ended()
+    assert world.jobs.wants_again()
+    world.store.chunks[b"c"] = b"C" * CHUNK
+    if how == "loaded":
+        world.jobs.load(world.store, 2, keys("c"), [2])
+        world.jobs.ended()
+    else:
+        world.known.add(keys("c"))
+        world.jobs.store(world.store, 2, keys("a", "b", "c"), [0, 1, 2])
+    assert not world.jobs.wants_again()
+
+
+def test_what_is_wanted_again_is_forgotten_after_a_time_when_it_has_left_the_region_and_at_a_reset() -> None:
+    world, many = World(store_chunks_max=1), [b"%d" % number for number in range(40)]
+    world.jobs.store(world.store, 1, many, [0] * 40)
+    world.jobs.ended()
+    for number, key in enumerate(many[-16:]):
+        world.jobs.store(world.store, 2 + number, [key], [0])
+        world.jobs.ended()
     assert not world.jobs.wants_again()  # the first ones have left the region by now
-    world.store.error = ServiceUnavailable("the pagestore was killed")
-    world.jobs.store(world.store, 41, keys("a"), [0])
+    world.jobs.store(world.store, 100, keys("a", "b"), [0, 1])
+    world.jobs.ended()
+    assert world.jobs.wants_again()
+    world.clock.s += LACKING_S + 1
+    assert not world.jobs.wants_again()
+    world.jobs.store(world.store, 101, keys("c", "d"), [0, 1])
     world.jobs.ended()
     assert world.jobs.wants_again()
     world.jobs.forget()

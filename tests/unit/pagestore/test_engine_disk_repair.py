@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvpool.core.errors import KvPoolError, StoreFault
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool_pagestore.engine import disk_tier
+from kvpool_pagestore.engine.sessions import PeerSession
 from kvpool_pagestore.ports import PageWrite
-from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, TENANT, new_world, page_key, running_engine
+from tests.fixtures.pagestore import (
+    KEYSPACE,
+    PAGE_BYTES,
+    TENANT,
+    Running,
+    World,
+    new_world,
+    page_key,
+    running_engine,
+)
 from tests.fixtures.pagestore import metadata as page_metadata
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.stored_pages import stored_pages
 
 
@@ -98,24 +111,70 @@ async def test_a_page_that_can_never_be_read_does_not_take_the_tier_down_permane
             await eventually(lambda: [found.key for found in stored_pages(world.memory)] == [page_key(2)])
 
 
+class CountedFiles:
+    """What a store's files take, each time that they are counted. held: the next count waits for it."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts = list[int]()
+        self.held: threading.Event | None = None
+        self.failure: StoreFault | None = None
+        self._count, self.at_once, self.most_at_once = world.memory.used_bytes, 0, 0
+        monkeypatch.setattr(world.memory, "used_bytes", self._counted)
+
+    def _counted(self) -> int:
+        found, (held, self.held), (failure, self.failure) = self._count(), (self.held, None), (self.failure, None)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        if held is not None:
+            assert held.wait(PATIENCE_S)
+        self.at_once -= 1
+        if failure is not None:
+            raise failure
+        self.counts.append(found)
+        return found
+
+
+async def write(running: Running, peer: PeerSession, *numbers: int) -> None:
+    for number in numbers:
+        await store(running, peer, [number])
+        await running.engine.flush(TENANT, b"")
+
+
 async def test_the_files_are_counted_once_a_second_however_much_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_world() as world:
-        counted, count = list[int](), world.memory.used_bytes
-
-        def watched() -> int:
-            counted.append(count())
-            return counted[-1]
-
-        monkeypatch.setattr(world.memory, "used_bytes", watched)
+        files = CountedFiles(world, monkeypatch)
         async with running_engine(world) as running:
             engine, peer = running.engine, await open_session(running)
-            monkeypatch.setattr(disk_tier, "_MEASURED_EVERY_S", 3600.0)
-            for number in range(5):
-                await store(running, peer, [number])
-                await engine.flush(TENANT, b"")
-            engine.load_figures()
-            assert counted == [0] and engine.gauges().disk_used_bytes == 0
-            monkeypatch.setattr(disk_tier, "_MEASURED_EVERY_S", 0.0)
-            engine.load_figures()
-            await eventually(lambda: engine.load_figures().disk_used_bytes == 5 * PAGE_BYTES)
-            assert counted == [0, 5 * PAGE_BYTES], "nothing has changed since"
+            monkeypatch.setattr(disk_tier, "_COUNTED_EVERY_S", 3600.0)
+            await write(running, peer, *range(5))
+            assert engine.gauges().disk_used_bytes == 0
+            assert files.counts == [0]
+            monkeypatch.setattr(disk_tier, "_COUNTED_EVERY_S", 0.0)
+            await eventually(lambda: engine.gauges().disk_used_bytes == 5 * PAGE_BYTES)
+            assert files.counts == [0, 5 * PAGE_BYTES], "nothing has changed since"
+
+
+async def test_a_count_that_failed_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        files = CountedFiles(world, monkeypatch)
+        monkeypatch.setattr(disk_tier, "_COUNTED_EVERY_S", 0.0)
+        async with running_engine(world) as running:
+            files.failure = StoreFault("EIO")
+            await write(running, await open_session(running), 0)
+            await eventually(lambda: running.engine.gauges().disk_used_bytes == PAGE_BYTES)
+
+
+async def test_a_count_that_takes_long_is_no_reason_for_another_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        files = CountedFiles(world, monkeypatch)
+        monkeypatch.setattr(disk_tier, "_COUNTED_EVERY_S", 0.0)
+        async with running_engine(world) as running:
+            engine, peer = running.engine, await open_session(running)
+            files.held = held = threading.Event()
+            await write(running, peer, 0)
+            await eventually(lambda: files.at_once == 1)
+            await write(running, peer, 1)
+            engine.gauges()
+            held.set()
+            await eventually(lambda: engine.gauges().disk_used_bytes == 2 * PAGE_BYTES)
+            assert files.most_at_once == 1

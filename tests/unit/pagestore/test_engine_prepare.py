@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,9 +28,11 @@ from tests.fixtures.pagestore import (
     metadata,
     new_world,
     page_key,
+    page_span,
     running_engine,
 )
-from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
+from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, store_span, wanted
+from tests.fixtures.patience import PATIENCE_S
 
 SEGMENT_BYTES = 8 * SLOT_BYTES
 ARENA_BYTES = 64 * SLOT_BYTES
@@ -278,6 +280,11 @@ async def store_one_by_one(running: Running, peer: PeerSession, numbers: Sequenc
         assert await store(running, peer, [number]) == [None]
 
 
+async def store_spans(running: Running, peer: PeerSession, numbers: Sequence[int]) -> None:
+    for first in range(numbers[0], numbers[-1] + 1, 3):
+        await store_span(running, peer, page_span(first, min(3, numbers[-1] + 1 - first)))
+
+
 async def test_a_store_waits_for_a_segment_that_is_being_prepared() -> None:
     with new_world() as world:
         async with running_engine(world, prepared_segment_bytes=ARENA_BYTES // 2) as running:
@@ -297,24 +304,45 @@ async def test_a_store_waits_for_a_segment_that_is_being_prepared() -> None:
             assert await storing == [None] * 32
 
 
-async def test_no_page_goes_for_another_while_the_last_segment_is_being_made() -> None:
+@pytest.mark.parametrize("store_all", [store_one_by_one, store_spans])
+async def test_no_page_goes_for_another_while_the_last_segment_is_being_made(
+    store_all: Callable[[Running, PeerSession, Sequence[int]], Awaitable[None]],
+) -> None:
     with new_world(disk=False) as world:
         async with running_engine(world) as running:
-            peer = await open_session(running)
+            peer, engine = await open_session(running), running.engine
             slots, make, go_on = ARENA_BYTES // SLOT_BYTES, running.arena.create_segment, threading.Event()
             assert await store(running, peer, [0]) == [None]
 
             def in_time(segment_id: int, size_bytes: int) -> None:
-                if running.engine.gauges().arena_segment_bytes == ARENA_BYTES:
-                    go_on.wait()
+                if engine.gauges().arena_segment_bytes == ARENA_BYTES:
+                    assert go_on.wait(PATIENCE_S)
                 make(segment_id, size_bytes)
 
             running.arena.create_segment = in_time  # type: ignore[method-assign]
-            storing = asyncio.ensure_future(store_one_by_one(running, peer, range(1, slots)))
-            await asyncio.wait((storing,), timeout=0.1)
+            storing = asyncio.ensure_future(store_all(running, peer, range(1, slots)))
+            others = slots - SEGMENT_BYTES // SLOT_BYTES
+            await eventually(lambda: engine.gauges().arena_used_bytes >= others * SLOT_BYTES)
+            await asyncio.wait((storing,), timeout=0.05)
+            assert not storing.done()
             go_on.set()
             await storing
-            assert running.engine.gauges().staging_pages == slots
+            assert engine.gauges().staging_pages == slots
+
+
+async def test_a_segment_that_cannot_be_made_whatever_the_reason_leaves_the_others_to_make_room() -> None:
+    with new_world(disk=False) as world:
+        async with running_engine(world) as running:
+            peer, engine, make = await open_session(running), running.engine, running.arena.create_segment
+            assert await store(running, peer, [0]) == [None]
+
+            def fail(segment_id: int, size_bytes: int) -> None:
+                if engine.gauges().arena_segment_bytes == ARENA_BYTES:
+                    raise ValueError("unforeseen")
+                make(segment_id, size_bytes)
+
+            running.arena.create_segment = fail  # type: ignore[method-assign]
+            await store_one_by_one(running, peer, range(1, 3 * ARENA_BYTES // SLOT_BYTES))
 
 
 async def test_memory_that_one_of_two_peers_let_go_of_comes_back_while_the_other_lives() -> None:

@@ -24,24 +24,13 @@ from tests.fixtures.pagestore import (
     SLOT_BYTES,
     TENANT,
     Running,
-    fill_page,
     new_world,
     page_span,
     running_engine,
 )
-from tests.fixtures.pagestore_calls import acquire, evict_all, open_session, wanted
+from tests.fixtures.pagestore_calls import acquire, evict_all, open_session, store_span, wanted
 from tests.fixtures.pagestore_calls import store as store_items
 from tests.fixtures.patience import PATIENCE_S
-
-
-async def store(running: Running, peer: PeerSession, span: PageSpan) -> SpanAnswer:
-    answer = await running.engine.spans.reserve(peer, span)
-    for lease_id in answer.granted.lease_ids.tolist():
-        slot = peer.session.writes[lease_id]
-        fill_page(running.arena.view(slot.segment.segment_id, slot.offset, PAGE_BYTES), slot.page.key)
-    errors = await running.engine.pages.commit(peer, answer.granted.lease_ids.tolist())
-    assert not any(errors)
-    return answer
 
 
 async def load(running: Running, peer: PeerSession, span: PageSpan) -> list[SpanAnswer]:
@@ -70,7 +59,7 @@ async def test_segments_are_made_while_a_span_is_reserved() -> None:
     with new_world() as world:
         async with running_engine(world) as running:
             peer = await open_session(running)
-            answer = await store(running, peer, page_span(0, 30))
+            answer = await store_span(running, peer, page_span(0, 30))
             granted = answer.granted
             assert granted.pages.tolist() == list(range(30))
             assert len(set(granted.segment_ids.tolist())) == 4
@@ -94,7 +83,7 @@ async def test_pages_on_disk_are_promoted_and_leased_beside_staged_ones() -> Non
     with new_world() as world:
         async with running_engine(world) as running:
             peer = await open_session(running)
-            await store(running, peer, page_span(0, 4))
+            await store_span(running, peer, page_span(0, 4))
             await evict_all(running, peer)
             first = await load(running, peer, page_span(0, 2))
             both = await load(running, peer, page_span(0, 5))
@@ -119,7 +108,7 @@ async def test_storing_a_span_again_extends_its_retention_by_one_sync_or_says_wh
         async with running_engine(world) as running:
             peer = await open_session(running)
             span = page_span(0, 6, retention=((6, Retention(ttl_ms=1000)),))
-            await store(running, peer, span)
+            await store_span(running, peer, span)
             await running.engine.flush(TENANT, b"")
             set_metadata, calls = world.memory.set_metadata, list[int]()
 
@@ -158,7 +147,7 @@ async def test_a_node_that_takes_no_pages_names_what_it_has() -> None:
     with new_world() as world:
         async with running_engine(world) as running:
             peer = await open_session(running)
-            await store(running, peer, page_span(0, 2))
+            await store_span(running, peer, page_span(0, 2))
             await running.engine.flush(TENANT, b"")
             with mock.patch.object(Drain, "refuses_pages", True):
                 answer = await running.engine.spans.reserve(peer, page_span(0, 3))
@@ -170,7 +159,7 @@ async def test_a_node_that_takes_no_pages_names_what_is_staged_and_not_yet_on_di
     with new_world(disk=False) as world:
         async with running_engine(world) as running:
             peer = await open_session(running)
-            await store(running, peer, page_span(0, 2))
+            await store_span(running, peer, page_span(0, 2))
             with mock.patch.object(Drain, "refuses_pages", True):
                 answer = await running.engine.spans.reserve(peer, page_span(0, 3))
             assert answer.exists.tolist() == [0, 1]
@@ -206,7 +195,7 @@ async def test_spans_and_items_name_the_same_pages() -> None:
         async with running_engine(world) as running:
             peer = await open_session(running)
             await store_items(running, peer, [3, 4])
-            await store(running, peer, page_span(5, 2))
+            await store_span(running, peer, page_span(5, 2))
             (answer,) = await load(running, peer, page_span(3, 4))
             assert answer.granted.count == 4
             assert all(one.grant is not None for one in await acquire(running, peer, [wanted(3), wanted(6)]))

@@ -377,3 +377,12 @@ def test_segments_that_are_passed_over_for_their_pins_come_back_with_the_end_of_
     table.now_us = 70
     table.page(10, 16 * KIB)
     assert table.evicted == [0, 3], "its pin has ended"
+
+
+def test_no_page_goes_while_a_segment_of_the_class_is_being_made_however_many_are_wanted() -> None:
+    table = Table(capacity_bytes=32 * KIB, segment_bytes=16 * KIB)
+    for number in range(3):
+        table.page(16 * number)
+    assert table.space.plan_segment("a", 4 * KIB) is not None
+    assert len(table.space.allocate_all("a", 4 * KIB, 3)) == 1  # the last free slot of the first segment
+    assert not table.evicted

@@ -449,8 +449,8 @@ class _Pages:
         self._blocks.give_unless_read(freed)
 
     def _places(self, keys: Sequence[PageKey]) -> list[Extents | None]:
-        """Where pages lie, by one look-up, which lets go of the interpreter's lock; None for those without a record, or
-        with a damaged one: it is about to be replaced or deleted. Raises StoreFault."""
+        """Where pages lie; None for those without a record, or with a damaged one: it is about to be replaced or
+        deleted. Raises StoreFault."""
         places: list[Extents | None] = []
         for encoded in self._all_encoded(keys):
             try:
@@ -460,11 +460,18 @@ class _Pages:
         return places
 
     def _all_encoded(self, keys: Sequence[PageKey]) -> list[bytes | None]:
+        """By one look-up, which lets go of the interpreter's lock; a damaged record is None. Raises StoreFault."""
         try:
             encoded: Any = self._records.get([key.pack() for key in keys])
             return list(encoded)
-        except Exception as error:  # the binding raises nothing narrower
-            raise fault_of(f"reading the records of {len(keys)} pages", error) from error
+        except Exception:  # one damaged record fails all; the binding raises nothing narrower
+            return [self._encoded_or_damaged(key) for key in keys]
+
+    def _encoded_or_damaged(self, key: PageKey) -> bytes | None:
+        try:
+            return self._encoded(key)
+        except PageCorrupt:
+            return None
 
     def _encoded(self, key: PageKey) -> bytes | None:
         try:

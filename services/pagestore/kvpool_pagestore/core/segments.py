@@ -116,7 +116,7 @@ class SegmentTable:
         vacant = self._vacant_for(tenant, slot_bytes)
         if vacant is not None:
             return self._reformat(vacant, slot_bytes, tenant)
-        if self._new_segment_bytes(slot_bytes) or self._is_making(tenant, slot_bytes):
+        if self._may_grow(tenant, slot_bytes):
             return SpaceNeed.SEGMENT
         victim = self._victim(size_class, self._now_us())
         if victim is not None:
@@ -132,7 +132,7 @@ class SegmentTable:
         size_class, now_us = self._class(tenant, slot_bytes), self._now_us()
         while len(slots) < count and not isinstance(slot := self.allocate(tenant, slot_bytes), SpaceNeed):
             slots.append(slot)
-            has_room = size_class.open or self._vacant_for(tenant, slot_bytes) or self._new_segment_bytes(slot_bytes)
+            has_room = size_class.open or self._vacant_for(tenant, slot_bytes) or self._may_grow(tenant, slot_bytes)
             while not has_room and len(slots) < count and (victim := self._victim(size_class, now_us)) is not None:
                 slots.append(self._cleared(victim))
         return slots
@@ -241,8 +241,10 @@ class SegmentTable:
             return False
         return not any(one.tenant == tenant for one in self._unmade.values())
 
-    def _is_making(self, tenant: str, slot_bytes: int) -> bool:
-        """Whether a segment of a class is being made: there is room soon, and no page need go for it."""
+    def _may_grow(self, tenant: str, slot_bytes: int) -> bool:
+        """Whether a segment of a class may be made, or is being made: there is room soon, and no page need go."""
+        if self._new_segment_bytes(slot_bytes):
+            return True
         return any(one.tenant == tenant and one.slot_bytes == slot_bytes for one in self._unmade.values())
 
     def plan_segment(self, tenant: str, slot_bytes: int) -> Segment | None:

@@ -131,10 +131,12 @@ class ArenaSpace:
     async def _make(self, at: tuple[str, int], segment: Segment) -> None:
         try:
             await self._workers.run(self._arena.create_segment, segment.segment_id, segment.size_bytes)
-        except (KvPoolError, OSError) as error:
+        except BaseException as error:  # also an unforeseen one: as long as it is being made, all of its class wait
             self._table.space.segment_gone(segment)
             self._paused_until_s = self._clock.monotonic_s() + _GROWTH_PAUSE_S
-            _log.error("no new arena segment: %s", error)
+            if not isinstance(error, Exception):
+                raise
+            _log.error("no new arena segment: %s", error, exc_info=not isinstance(error, (KvPoolError, OSError)))
         else:
             self._table.space.segment_made(segment)
         finally:

@@ -27,7 +27,7 @@ from kvpool_pagestore.ports import PageStore, PageWrite, Workers
 
 _log = logging.getLogger(__name__)
 
-_MEASURED_EVERY_S = 1.0
+_COUNTED_EVERY_S = 1.0  # at a terabyte, to look at every file takes longer than to write a batch of pages
 _CLEARED_CHUNKS = 64  # forgotten between two turns of the loop: each takes some 10 us, more on a busy machine
 
 
@@ -65,8 +65,8 @@ class DiskTier:
         self._scan = StartupScan(store, self.map, keyspaces, readers)
         self.health = DiskHealth(self._probe, events)
         self._clock = context.clock
-        self._measured_s = float("-inf")
-        self._is_measured = True  # nothing has changed since, as far as is known
+        self._counted_s = float("-inf")
+        self._is_counting, self._is_counted = False, True  # counted: nothing has changed since that is not in it
         self.used_bytes = 0  # as the file system counted them last
 
     def __contains__(self, key: PageKey) -> bool:
@@ -95,7 +95,14 @@ class DiskTier:
         if useless := await self._scan.take(self._found_with_an_end):
             await self._writers.run(self._store.delete_batch, useless)
         await self._shrink()
-        await self._measure()
+        await self._count()
+
+    def count_changes(self) -> None:
+        """Begin to count what files take if that has changed, once a second at most. Call it before `used_bytes`."""
+        is_due = self._clock.monotonic_s() - self._counted_s >= _COUNTED_EVERY_S
+        if is_due and not self._is_counting and not self._is_counted:
+            self._is_counting = True
+            self._tasks.start(self._count(), "count-disk")
 
     async def read(self, key: PageKey, keyspace: Keyspace, destination: memoryview) -> KvPoolError | None:
         """Fill a slot with a page that the map names and verify it. None, or why it cannot be used.
@@ -148,7 +155,7 @@ class DiskTier:
         """Forget pages at once; they are gone from the disk when this returns. Raises StoreFault: they go later."""
         self.forget(keys)
         await self._deletions.run(keys, self._deletions.begin())
-        await self._measure()
+        self._changed()
 
     async def delete_keyspace(self, keyspace: bytes, on_gone: Callable[[Sequence[tuple[bytes, int]]], None]) -> None:
         """Forget a keyspace, durably. Raises StoreFault; some of it may be left. Writes of it must be held back.
@@ -157,7 +164,7 @@ class DiskTier:
         was promoted meanwhile.
         """
         await self._writers.run(self._store.delete_keyspace, keyspace)
-        await self._measure()
+        self._changed()
         for names in self.map.name_parts(_CLEARED_CHUNKS):
             removed = self.map.remove_chunks([name for name in names if name.startswith(keyspace)])
             on_gone([(name[len(keyspace) :], shards) for name, shards in removed])
@@ -178,7 +185,7 @@ class DiskTier:
             reach("pagestore.write.begin")
             results = await self._writers.run(self._write_blocking, pages)
             reach("pagestore.write.durable")
-            await self._measure()
+            self._changed()
         except KvPoolError as error:
             results = {page.key: error for page in pages}
         finally:
@@ -226,27 +233,20 @@ class DiskTier:
 
     # Inside
 
-    def measure_changes(self) -> None:
-        """Have `used_bytes` follow what was changed since it was taken. For a caller that comes every second or so."""
-        if not self._is_measured and self._is_measure_due():
-            self._is_measured = True
-            self._tasks.start(self._measure_now(), "measure-disk")
+    def _changed(self) -> None:
+        """What is on the disk has changed: `used_bytes` is to follow."""
+        self._is_counted = False
+        self.count_changes()
 
-    async def _measure(self) -> None:
-        self._is_measured = False
-        if self._is_measure_due():
-            await self._measure_now()
-
-    def _is_measure_due(self) -> bool:
-        """It looks at every file: at a terabyte it takes longer than to write a batch of pages."""
-        return self._clock.monotonic_s() - self._measured_s >= _MEASURED_EVERY_S
-
-    async def _measure_now(self) -> None:
-        self._measured_s, self._is_measured = self._clock.monotonic_s(), True
+    async def _count(self) -> None:
+        self._is_counted, self._counted_s = True, self._clock.monotonic_s()
         try:
             self.used_bytes = await self._readers.run(self._store.used_bytes)
         except KvPoolError as error:  # only a figure: what went before has still succeeded
+            self._is_counted = False
             _log.warning("the use of the disk cannot be read: %s", error)
+        finally:
+            self._is_counting = False
 
     def _write_blocking(self, pages: Sequence[PageWrite]) -> dict[PageKey, KvPoolError | None]:
         for keyspace in {page.key.keyspace for page in pages} - self._remembered:
@@ -303,7 +303,7 @@ class DiskTier:
     async def _delete(self, keys: list[PageKey], ended: asyncio.Future[None]) -> None:
         try:
             await self._deletions.run(keys, ended)
-            await self._measure()
+            self._changed()
         except KvPoolError as error:
             _log.error("%d pages could not be deleted from disk: %s", len(keys), error)
             if isinstance(error, StoreFault):

@@ -331,6 +331,8 @@ class PageStoreEngine:
     def gauges(self) -> StoreGauges:
         """What is true now."""
         table, space, disk = self._table, self._table.space, self._disk
+        if disk is not None:
+            disk.count_changes()
         return StoreGauges(
             arena_capacity_bytes=space.capacity_bytes,
             arena_segment_bytes=space.segment_total_bytes,
@@ -368,8 +370,6 @@ class PageStoreEngine:
 
     def load_figures(self) -> NodeLoad:
         """What a lease renewal reports."""
-        if self._disk is not None:
-            self._disk.measure_changes()
         gauges = self.gauges()
         return NodeLoad(
             arena_capacity_bytes=gauges.arena_capacity_bytes,

@@ -33,8 +33,9 @@ _DRAFTERS = ("eagle", "eagle3", "mtp")
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "medusa", "mlp_speculator", "suffix")
 _RECURRENT = "MambaSpec"  # vLLM's name for all recurrent state: Mamba, gated delta nets, short convolutions, ...
 _CHUNK_TOKENS_MAX = 4096
-# What vLLM's DeepSeek layers write into the config that they are built from, and what stood there.
+# What vLLM's layers write into the config that they are built from, and what stood there; which models' do.
 _BUILT_ROPE_TYPES = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
+_WRITES_TURNED_SHARE = ("bailing", "falcon_h1", "gptj", "minimax")
 _FP8_PER_TENSOR = 1  # of vLLM's KVQuantMode; 0: not quantized
 
 
@@ -396,7 +397,7 @@ def model_spec(
         window_tokens=info.window_tokens,
         dtype=_DTYPES[info.dtype],
         chunk_tokens=settings.chunk_tokens,
-        rope=_unbuilt_rope(config),
+        rope=_unbuilt_rope(model),
         # A checkpoint that is quantized says so itself, and its weights are its own.
         quantization=model.quantization if getattr(model.hf_config, "quantization_config", None) is None else None,
         variant=_variant(vllm_config, info) if read_weights else (),
@@ -412,22 +413,43 @@ def model_spec(
     return replace(spec, groups=(replace(spec.group, attention=attention),))
 
 
-def _unbuilt_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _unbuilt_rope(model: Any) -> dict[str, Any]:
     """Return a model's config with rotary embeddings as they were before vLLM built the model: a scheduler may live in
-    a process that builds none, and has to derive the same keyspace."""
-    rotary_dim, width, heads = (config.get(name) for name in ("rotary_dim", "hidden_size", "num_attention_heads"))
+    a process that builds none, and has to derive the same keyspace. What a user may have overridden stays."""
+    config: dict[str, Any] = model.hf_text_config.to_dict()
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or _may_override_rope(model.hf_overrides):
+        return config
+    family = str(config.get("model_type", ""))
+    is_deepseek = bool(getattr(model, "use_mla", False)) or family.startswith("deepseek")
+    rotary_dim = config.get("attn_rotary_emb" if family == "falcon_h1" else "rotary_dim")
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     head_dim = config.get("head_dim") or (width // heads if width and heads else 0)
+    turned = rotary_dim / head_dim if rotary_dim and head_dim and family.startswith(_WRITES_TURNED_SHARE) else None
 
     def unbuilt(rope: Mapping[str, Any]) -> dict[str, Any]:
         given = {key: unbuilt(value) if isinstance(value, Mapping) else value for key, value in rope.items()}
-        if "rope_type" in given:
+        if is_deepseek and "rope_type" in given:
             given["rope_type"] = _BUILT_ROPE_TYPES.get(str(given["rope_type"]), given["rope_type"])
-        if rotary_dim and head_dim and given.get("partial_rotary_factor") == rotary_dim / head_dim:
+        if turned is not None and given.get("partial_rotary_factor") == turned:
             del given["partial_rotary_factor"]
         return given
 
-    rope = config.get("rope_parameters")
-    return {**config, "rope_parameters": unbuilt(rope)} if isinstance(rope, Mapping) else dict(config)
+    return {**config, "rope_parameters": unbuilt(rope)}
+
+
+def _may_override_rope(overrides: Any) -> bool:
+    """Whether a user's overrides of a config name rotary embeddings, or are a function, which may do anything."""
+    if isinstance(overrides, Mapping):
+        return any(key in ROPE_KEYS or _may_override_rope(value) for key, value in overrides.items())
+    return callable(overrides) and not _is_vllms_own(overrides)
+
+
+def _is_vllms_own(overrides: Any) -> bool:
+    """Whether a function of overrides is what vLLM gives every drafter, with none of the user's within."""
+    function = getattr(overrides, "func", overrides)
+    users = (*getattr(overrides, "args", ()), *getattr(overrides, "keywords", {}).values())
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "vllm" and not any(map(callable, users))
 
 
 def model_revision(model: Any) -> str:
@@ -483,7 +505,7 @@ def _drafter_parts(drafter: Any, model: Any) -> list[Any]:
             f"it cannot be said which weights the drafter {draft.model!r} has; name it as on the hub or as a directory"
         ) from error
     chained = int(drafter.num_speculative_tokens) if drafter.use_multi_module_mtp() else 0  # layers that are computed
-    rope = normalized_rope(_unbuilt_rope(draft.hf_text_config.to_dict()))
+    rope = normalized_rope(_unbuilt_rope(draft))
     described = [str(draft.dtype), draft.quantization, *_draft_override_parts(draft), rope, *_length_parts(draft)]
     parts = [drafter.method, revision, chained, *described]
     load = getattr(drafter, "draft_load_config", None)
@@ -491,13 +513,9 @@ def _drafter_parts(drafter: Any, model: Any) -> list[Any]:
 
 
 def _draft_override_parts(draft: Any) -> list[Any]:
-    """vLLM changes every drafter's config itself, and again when it builds the drafter, which a scheduler may not see.
-    What it starts from belongs to the drafter's revision; a function of the user's is named."""
-    function = getattr(draft.hf_overrides, "func", draft.hf_overrides)
-    if str(getattr(function, "__module__", "")).partition(".")[0] != "vllm":
-        return _override_parts(draft)
-    users = [getattr(one, "__qualname__", "") for one in getattr(draft.hf_overrides, "args", ())]
-    return [{"overrides": users}] if users else []
+    """vLLM changes every drafter's config itself, and again when it builds the drafter, which a scheduler may not see:
+    what it starts from belongs to the drafter's revision."""
+    return [] if callable(draft.hf_overrides) and _is_vllms_own(draft.hf_overrides) else _override_parts(draft)
 
 
 def _length_parts(model: Any) -> list[str]:

@@ -20,6 +20,8 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.retention import NO_RETENTION, Retention
 
 _log = logging.getLogger(f"vllm.{__name__}")
+LACKING_S = 60.0  # prompts that many share come again sooner
+FAILED_PAUSE_S = 5.0
 
 
 class ChunkStore(Protocol):
@@ -103,8 +105,10 @@ class TierJobs:
         self._store_bytes_max, self._now_s = store_bytes_max, now_s
         self._open: dict[int, _Job] = {}
         self._storing: set[bytes] = set()
-        # Refused or not stored when they were offered last, at most as many as vLLM's region has, the oldest first.
-        self._lacking: OrderedDict[bytes, None] = OrderedDict()
+        # Refused or not stored when they were offered last, and when that was; the oldest first, at most as many as
+        # vLLM's region has.
+        self._lacking: OrderedDict[bytes, float] = OrderedDict()
+        self._failed_s = float("-inf")
         self._log_limiter = LogRateLimiter(now_s)
         self.refused_chunks = self.known_chunks = 0  # stores so far
 
@@ -114,8 +118,16 @@ class TierJobs:
         return len(self._storing) * self._chunk_bytes
 
     def wants_again(self) -> bool:
-        """Whether chunks that were not stored are to be offered again: there are some, and there is room."""
-        return bool(self._lacking) and 2 * self.storing_bytes <= self._store_bytes_max
+        """Whether chunks that were not stored are to be offered again: there are some, and there is room.
+
+        While there are, all requests offer all of their chunks. So they are remembered for a time only, and not asked
+        for while the cluster takes none.
+        """
+        now_s = self._now_s()
+        while self._lacking and now_s - next(iter(self._lacking.values())) > LACKING_S:
+            self._lacking.popitem(last=False)
+        has_room = 2 * self.storing_bytes <= self._store_bytes_max
+        return bool(self._lacking) and has_room and now_s - self._failed_s > FAILED_PAUSE_S
 
     def forget(self) -> None:
         """What was offered so far is of no use any more."""
@@ -136,8 +148,10 @@ class TierJobs:
         """
         new: dict[bytes, int] = {}
         for key, chunk_id in zip(keys, chunk_ids, strict=True):
-            known = key in self._known and retention == NO_RETENTION
-            if not known and key not in self._storing:
+            is_known = key in self._known
+            if is_known:
+                self._lacking.pop(key, None)
+            if (not is_known or retention != NO_RETENTION) and key not in self._storing:
                 new.setdefault(key, chunk_id)
         self.known_chunks += len(keys) - len(new)
         room = max(0, self._store_bytes_max - self.storing_bytes) // self._chunk_bytes
@@ -172,8 +186,9 @@ class TierJobs:
         self._region.release()
 
     def _lack(self, keys: Sequence[bytes]) -> None:
+        now_s = self._now_s()
         for key in keys:
-            self._lacking[key] = None
+            self._lacking[key] = now_s
             self._lacking.move_to_end(key)
         while len(self._lacking) > self._region.nbytes // self._chunk_bytes:
             self._lacking.popitem(last=False)
@@ -190,6 +205,8 @@ class TierJobs:
         failed = [key for key, one in zip(job.keys, good, strict=True) if not one]
         self._known.add(done)
         self._known.drop(failed)
+        for key in done:
+            self._lacking.pop(key, None)
         seconds = self._now_s() - job.begun_s
         if job.is_load:
             moved_bytes = len(done) * self._chunk_bytes
@@ -203,9 +220,9 @@ class TierJobs:
                 seconds=seconds,
             )
         self._storing.difference_update(job.keys)
-        self._lack(failed)
-        for key in done:
-            self._lacking.pop(key, None)
+        if failed:
+            self._failed_s = self._now_s()
+            self._lack(failed)
         stored = [job.keys[position] for position in job.written]
         return EndedJob(
             job_id=job_id,

@@ -50,15 +50,15 @@ _STORE_COUNTERS = {
     "found_chunks": "Chunks that a look-up found in the cluster.",
     "loaded_chunks": "Chunks read from the cluster into vLLM's CPU region, verified.",
     "missed_chunks": "Chunks that were to be read and did not come.",
-    "stored_chunks": "Chunks offered to the cluster that it has now.",
+    "stored_chunks": "Offers of chunks to the cluster after which it had them.",
     "loaded_bytes": "Bytes read from the cluster.",
     "stored_bytes": "Bytes written to the cluster.",
     "corrupt_pages": "Pages that failed their checks and were not used.",
     "failed_calls": "Calls for which the index or the pagestore could not be asked.",
 }
 _OWN_COUNTERS = {
-    "known_store_chunks": "Chunks offered by vLLM that the cluster was known to have or to be getting.",
-    "refused_store_chunks": "Chunks offered by vLLM that were refused because too many bytes were being stored.",
+    "known_store_chunks": "Offers of chunks that the cluster was known to have or to be getting.",
+    "refused_store_chunks": "Offers of chunks that were refused because too many bytes were being stored.",
     "late_lookups": "Look-ups that were misses because no answer came in time.",
     "resets": "Resets by vLLM, after which nothing from before is served.",
 }
