@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import Cluster
-from tests.vllm.engine import Engine, Engines, prompt
+from tests.vllm.engine import DEVICE, Engine, Engines, prompt
 from tests.vllm.models import (
     make_delta_net_model,
     make_mamba_model,
@@ -25,6 +25,11 @@ from tests.vllm.models import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 WINDOW = 160
+SPEC = (
+    {"spec_name": "TieringOffloadingSpec"}
+    if DEVICE == "cuda"
+    else {"spec_name": "HostTieringSpec", "spec_module_path": "tests.vllm.host_offload"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +99,7 @@ def offloading(kind: Kind, engines: Engines, cluster: Cluster, revision: str) ->
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "spec_name": "HostTieringSpec",
-            "spec_module_path": "tests.vllm.host_offload",
+            **SPEC,
             "cpu_bytes_to_use": 64 << 20,
             "blocks_per_chunk": kind.chunk_blocks,
             "secondary_tiers": [tier],

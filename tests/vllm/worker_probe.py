@@ -100,7 +100,12 @@ class WorkerProbe:
                     tensor[blocks] = 0 if how == "zeroes" else tensor[blocks[:1]].clone()
 
     def spoil_offload(self) -> None:
-        """From now on what vLLM's offload loads are zeroes (tests.vllm.host_offload)."""
+        """From now on what vLLM's offload loads are zeroes. With CUDA the tier is in this process, and brings them."""
+        import torch
+
+        if torch.cuda.is_available():
+            _spoil_objects()
+            return
         from tests.vllm.host_offload import HostWorker
 
         HostWorker.spoiled = True
@@ -124,3 +129,19 @@ class WorkerProbe:
         for tensor in self.model_runner.kv_caches:
             digest.update(tensor[block].contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return digest.hexdigest()
+
+
+def _spoil_objects() -> None:
+    """Have all objects that are read from the cluster be zeroes."""
+    from kvpool.client.object_store import AsyncObjects
+
+    read = AsyncObjects.get
+
+    async def get(objects: AsyncObjects, keys: Any, buffers: Any) -> list[bool]:
+        came = await read(objects, keys, buffers)
+        for buffer in buffers:
+            with memoryview(buffer).cast("B") as view:
+                view[:] = bytes(view.nbytes)
+        return came
+
+    AsyncObjects.get = get  # type: ignore[method-assign, assignment]
