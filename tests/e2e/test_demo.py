@@ -84,7 +84,7 @@ def test_a_model_of_recurrent_layers_is_refused_before_anything_starts(tmp_path:
 def test_an_interrupted_demo_leaves_no_process(tmp_path: Path, number: signal.Signals, when: str) -> None:
     reached = {"running": running, "starting": read_state}[when]
     with demo(save_model(tmp_path / "model"), tmp_path) as process:
-        state = eventually_sync(lambda: reached(tmp_path / "state"))
+        state = eventually_sync(lambda: reached(tmp_path / "state"), deadline_s=180)
         assert state is not None
         process.send_signal(number)
         _, said = process.communicate(timeout=120)
