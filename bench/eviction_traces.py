@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 from bisect import bisect
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import accumulate, count
+from pathlib import Path
+from typing import Any
 
 Requests = list[list[int]]
 
@@ -158,3 +162,20 @@ SYNTHETIC: dict[str, Callable[[random.Random], Requests]] = {
     "mixture": mixture,
     "changing": changing,
 }
+
+
+def trace_arguments(module: str, description: str) -> argparse.Namespace:
+    """Of a replay: TRACE, how many of its requests, and where its result goes."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument("trace", metavar="TRACE", help="JSON lines with hash_ids; - is stdin")
+    parser.add_argument("--limit", type=int, default=0, help="only the first requests of TRACE; 0: all")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def write_rates(module: str, arguments: argparse.Namespace, **document: Any) -> None:
+    """Write the result to the file that was asked for, if any, with the command that makes it."""
+    if arguments.json is None:
+        return
+    command = f"python -m {module} TRACE" + (f" --limit {arguments.limit}" if arguments.limit else "")
+    arguments.json.write_text(json.dumps({"command": command, **document}, indent=1) + "\n")

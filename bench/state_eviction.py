@@ -17,17 +17,14 @@ Run: python -m bench.state_eviction TRACE [--json FILE] [--limit 6000]
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from pathlib import Path
 
-from bench.eviction_traces import SYNTHETIC, Requests
+from bench.eviction_traces import SYNTHETIC, Requests, trace_arguments, write_rates
 from bench.request_trace import read_trace
 from kvpool_pagestore.core.chain_links import KEPT_WINDOWS
 from kvpool_pagestore.core.eviction import EvictionPolicy
@@ -248,11 +245,7 @@ def working_set_bytes(requests: Requests, shape: Shape) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.state_eviction", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("trace", metavar="TRACE", help="JSON lines with hash_ids; - is stdin")
-    parser.add_argument("--limit", type=int, default=0, help="only the first requests of TRACE; 0: all")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
+    arguments = trace_arguments("bench.state_eviction", (__doc__ or "").split("\n")[0])
     traces = {"recorded": chunks_of(read_trace(arguments.trace, arguments.limit).requests)}
     traces |= {name: chunks_of(SYNTHETIC[name](random.Random(_SEED))) for name in TRACES}
     found: dict[str, dict[str, dict[str, dict[str, list[float]]]]] = {}
@@ -265,10 +258,7 @@ def main() -> int:
                     rates = [round(hit_rate(requests, shape, int(total * share), rule, tier), 4) for share in SHARES]
                     found.setdefault(name, {}).setdefault(trace, {}).setdefault(tier, {})[rule] = rates
                     print(f"  {tier:8}{rule:8}", *(f"{rate:7.4f}" for rate in rates), flush=True)
-    if arguments.json is not None:
-        command = "python -m bench.state_eviction TRACE" + (f" --limit {arguments.limit}" if arguments.limit else "")
-        document = {"command": command, "shares_of_the_working_set": SHARES, "hit_rates": found}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_rates("bench.state_eviction", arguments, shares_of_the_working_set=SHARES, hit_rates=found)
     return 0
 
 

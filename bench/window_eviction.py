@@ -14,15 +14,12 @@ Run: python -m bench.window_eviction TRACE [--json FILE] [--limit 6000]
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from bench.eviction_traces import SYNTHETIC, Requests
+from bench.eviction_traces import SYNTHETIC, Requests, trace_arguments, write_rates
 from bench.request_trace import read_trace
 from kvpool_pagestore.core.chain_links import KEPT_WINDOWS
 from kvpool_pagestore.core.eviction import EvictionPolicy
@@ -103,11 +100,7 @@ def measure(requests: Requests, shape: Shape) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.window_eviction", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("trace", metavar="TRACE", help="JSON lines with hash_ids; - is stdin")
-    parser.add_argument("--limit", type=int, default=0, help="only the first requests of TRACE; 0: all")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
+    arguments = trace_arguments("bench.window_eviction", (__doc__ or "").split("\n")[0])
     traces = {"recorded": read_trace(arguments.trace, arguments.limit).requests}
     traces |= {name: make(random.Random(_SEED)) for name, make in SYNTHETIC.items()}
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
@@ -115,10 +108,7 @@ def main() -> int:
         for trace, requests in traces.items():
             rates = found.setdefault(name, {})[trace] = measure(requests, shape)
             print(f"{name}, {trace}", *(f"  {rule}: {rates[rule]}" for rule in RULES), sep="\n", flush=True)
-    if arguments.json is not None:
-        command = "python -m bench.window_eviction TRACE" + (f" --limit {arguments.limit}" if arguments.limit else "")
-        document = {"command": command, "shares_of_all_chunks": SHARES, "hit_rates": found}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_rates("bench.window_eviction", arguments, shares_of_all_chunks=SHARES, hit_rates=found)
     return 0
 
 

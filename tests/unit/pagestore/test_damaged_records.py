@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from kvpool.core.errors import KvPoolError, PageCorrupt
 from kvpool_pagestore.adapters.page_store import RocksPageStore
-from kvpool_pagestore.adapters.records import RECORDS
+from kvpool_pagestore.adapters.records import RECORDS, PageRecord
+from tests.fixtures.pagestore import metadata
 from tests.unit.pagestore.rocks_pages import key, opened, page_write
 
 PAGES = 400
@@ -68,3 +69,12 @@ def test_a_page_with_a_damaged_record_is_deleted_as_are_those_beside_it(damaged:
     numbers = damaged.good[0], damaged.bad, damaged.good[1]
     damaged.store.delete_batch([key(number) for number in numbers])
     assert not any(damaged.has_record(number) for number in numbers)
+
+
+def test_the_metadata_of_pages_beside_a_damaged_record_is_changed(damaged: Damaged) -> None:
+    changed = replace(metadata(damaged.good[0]), priority=7)
+    numbers = damaged.good[0], damaged.bad, damaged.good[1]
+    damaged.store.set_metadata([(key(number), changed) for number in numbers])
+    for number in damaged.good:
+        encoded = damaged.store._pages._encoded(key(number))
+        assert encoded is not None and PageRecord.decode(encoded).metadata == changed

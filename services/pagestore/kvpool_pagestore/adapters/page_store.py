@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -267,16 +268,16 @@ class _Pages:
         finally:
             self._blocks.end_reading(key)
 
-    def set_metadata(self, changes: Iterable[tuple[PageKey, PageMetadata]]) -> None:
+    def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
         """Replace the metadata of pages, synced; absent pages are skipped. Raises StoreFault."""
         self._found = None
-        batch = WriteBatch(raw_mode=True)
+        batch, keys = WriteBatch(raw_mode=True), [key for key, _ in changes]
         with self._lock:
-            for key, metadata in changes:
-                record = self._record_or_damaged(key)
-                if record is not None:
-                    changed = replace(record, metadata=metadata)
-                    batch.put(key.pack(), changed.encode(), self.database.handle(RECORDS))
+            for (key, metadata), encoded in zip(changes, self._all_encoded(keys), strict=True):
+                with suppress(PageCorrupt):  # a damaged record is as good as none
+                    if encoded is not None:
+                        changed = replace(PageRecord.decode(encoded), metadata=metadata)
+                        batch.put(key.pack(), changed.encode(), self.database.handle(RECORDS))
             if len(batch):
                 self.database.write(batch, sync=False)
         self._sync()
@@ -479,14 +480,3 @@ class _Pages:
             return encoded
         except Exception as error:  # the binding raises nothing narrower; no context manager: this is the way of reads
             raise fault_of(f"reading the record of page {key}", error) from error
-
-    def _record(self, key: PageKey) -> PageRecord | None:
-        encoded = self._encoded(key)
-        return PageRecord.decode(encoded) if encoded is not None else None
-
-    def _record_or_damaged(self, key: PageKey) -> PageRecord | None:
-        """Do as `_record`, but ignore a damaged one: it is about to be replaced or deleted."""
-        try:
-            return self._record(key)
-        except PageCorrupt:
-            return None

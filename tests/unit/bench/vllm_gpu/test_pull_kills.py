@@ -63,7 +63,7 @@ class FakeEngine:
                 self._load(prefix)
             self.held.add(prefix)
         if self.pid in self._host.dead or (self._host.stuck and self._host.dead and self.gpus == "1"):
-            threading.Event().wait()  # vLLM waits for ever for an engine that was killed
+            threading.Event().wait()  # vLLM never stops waiting for an engine that was killed
         return Answer(0.0, [[1] * new_tokens] * len(prompts), [0] * len(prompts))
 
     def _load(self, prefix: tuple[int, ...]) -> None:
