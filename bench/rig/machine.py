@@ -58,12 +58,21 @@ class CopyBaseline:
         target = shared_bytes(self.size_bytes)
         self._targets = [target[at * page_bytes : (at + 1) * page_bytes] for at in range(page_count)]
 
-    def rate(self) -> float:
-        """GB/s on one thread."""
-        return rate(self.size_bytes, self._copy)
+    def rate(self, threads: int = 1) -> float:
+        """GB/s on so many threads, which take pages in turn."""
+        if threads == 1:
+            return rate(self.size_bytes, lambda: self._copy(0, 1))
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda _: time.sleep(0.01), range(threads)))  # all of them are there
 
-    def _copy(self) -> None:
-        for page, target in zip(self._pages, self._targets, strict=True):
+            def copy() -> None:
+                for done in [pool.submit(self._copy, number, threads) for number in range(threads)]:
+                    done.result()
+
+            return rate(self.size_bytes, copy)
+
+    def _copy(self, first: int, step: int) -> None:
+        for page, target in zip(self._pages[first::step], self._targets[first::step], strict=True):
             target[:] = page
 
 

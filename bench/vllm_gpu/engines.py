@@ -288,6 +288,7 @@ def _start(kind: str, options: EngineOptions) -> Any:
         "dtype": "bfloat16",
         "max_model_len": options.max_tokens,
         "max_num_seqs": 64,
+        "compilation_config": {"max_cudagraph_capture_size": 512},  # vLLM's default from 256 sequences on
         "enforce_eager": options.eager,
         "disable_log_stats": False,
         "generation_config": "vllm",

@@ -7,6 +7,8 @@ nothing to compute takes them.
 from __future__ import annotations
 
 import json
+import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ import numpy as np
 from bench.rig.machine import CopyBaseline
 from bench.vllm_gpu.samples import Recorder
 from bench.vllm_tier.store import TierStores, takes_direct_io
+from kvpool.client.store_config import usual_copy_threads
 
 GROUPS_OF_KEYS = 1 << 20  # numbers of chunks of one sample
 
@@ -122,5 +125,8 @@ def measure_managers(
         if sample >= 0:
             record.add("memcpy", "none", memcpy.rate(), run=sample)
         after()
+    counts = sorted({1, 4, usual_copy_threads(), len(os.sched_getaffinity(0))})
+    rates = {count: statistics.median(memcpy.rate(count) for _ in range(samples)) for count in counts}
+    record.note("GB/s of memcpy by threads", {str(count): round(each, 2) for count, each in rates.items()})
     for tier in tiers.values():
         tier.close()
