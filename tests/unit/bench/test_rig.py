@@ -37,6 +37,7 @@ def test_random_bytes_are_the_same_for_a_seed_only() -> None:
 
 def test_copies_and_files_move_all_of_their_bytes(tmp_path: Path) -> None:
     assert CopyBaseline(10_000, 3).rate() > 0
+    assert CopyBaseline(10_000, 3).rate(2) > 0
     files = FileBaseline(tmp_path, 100_000, 4096)
     assert files.size_bytes == 24 * 4096
     assert files.write_rate(2) > 0
