@@ -117,6 +117,11 @@ class TierJobs:
         """Of vLLM's region that stores keep pinned now."""
         return len(self._storing) * self._chunk_bytes
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load has not ended."""
+        return any(job.is_load and job.copied is not None and not job.copied.done() for job in self._open.values())
+
     def wants_again(self) -> bool:
         """Whether chunks that were not stored are to be offered again: there are some, and there is room.
 

@@ -55,6 +55,11 @@ class TierLookups:
         pending.request_ids.add(request_id)
         return None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an answer is on its way."""
+        return bool(self._batches)
+
     def flush(self, store: ChunkStore) -> None:
         """Ask what this step wanted to know, all in one."""
         self._collect()

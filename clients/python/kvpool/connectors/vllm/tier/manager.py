@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, ClassVar
@@ -34,7 +35,6 @@ from kvpool.connectors.vllm.engine_introspection import kinds_of_kv
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.releases import cache_hit_sources, job_result, tier_arguments
 from kvpool.connectors.vllm.request_options import RequestOptions
-from kvpool.connectors.vllm.switch_interval import shorten_switch_interval
 from kvpool.connectors.vllm.tier.jobs import ClusterChunks, TierJobs
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.connectors.vllm.tier.lookups import TierLookups
@@ -62,6 +62,11 @@ _OWN_COUNTERS = {
     "late_lookups": "Look-ups that were misses because no answer came in time.",
     "resets": "Resets by vLLM, after which nothing from before is served.",
 }
+
+# An engine with nothing to compute asks again and again in Python, where CPython lets threads that copy wait 5 ms for
+# their turn. So a step gives the interpreter up by itself while somebody waits for a load. A shorter switch interval
+# would take it away in the middle of all steps, also beside stores, which nobody waits for.
+_YIELD_S = 20e-6
 
 
 class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where this is checked
@@ -91,7 +96,6 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         store_bytes_max = self._settings.store_bytes_in_flight_max or region.nbytes // 4
         known = KnownKeys(self._settings.known_s, store.remembered_chunks)
         self._jobs = TierJobs(region, self._chunk_bytes, known, max(store_bytes_max, self._chunk_bytes))
-        shorten_switch_interval()
         self._pages = StorePages(store, "vllm tier")
         self._lookups = TierLookups(known, self._settings.lookup_timeout_s)
         self._epoch, self._resets = "", 0
@@ -172,6 +176,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._lookups.flush(self._store)
+        if self._jobs.is_loading or self._lookups.is_waiting:
+            time.sleep(_YIELD_S)
 
     def drain_jobs(self) -> None:
         """Wait for all copies, then forget what is stored: vLLM resets its caches, and its weights may change.
