@@ -82,7 +82,8 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cluster: Cluster
 ) -> Iterator[Served]:
     kind, agent = KINDS[request.param], agent_of(cluster)
-    arguments = {"extra": {"chunk_tokens": kind.block}, **arguments_of(kind)}
+    # Both model runners make the same KV of a model: one would find in the pool what the other has stored.
+    arguments = {"extra": {"chunk_tokens": kind.block, "salt": request.param}, **arguments_of(kind)}
     with (
         Engines(kind.make(tmp_path_factory.mktemp(request.param)), model_runner_v2=kind.model_runner_v2) as engines,
         engines.start(**arguments_of(kind)) as alone,
