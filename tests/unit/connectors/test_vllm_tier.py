@@ -223,15 +223,15 @@ def test_somebody_waits_for_loads_and_look_ups_that_have_not_ended_and_for_no_st
     world.jobs.store(world.store, 1, keys("a", "b"), [0, 1])
     world.store.held = True
     world.jobs.store(world.store, 2, keys("c"), [2])
-    assert not world.jobs.is_loading and not world.lookups.is_waiting
+    assert not world.jobs.is_loading() and not world.lookups.is_waiting()
     world.jobs.load(world.store, 3, keys("a"), [5])
     world.lookups.verdict(b"x", "request")
-    assert not world.lookups.is_waiting, "it is not asked yet"
+    assert not world.lookups.is_waiting(), "it is not asked yet"
     world.lookups.flush(world.store)
-    assert world.jobs.is_loading and world.lookups.is_waiting
+    assert world.jobs.is_loading() and world.lookups.is_waiting()
     world.store.release()
     world.lookups.flush(world.store)
-    assert not world.jobs.is_loading and not world.lookups.is_waiting
+    assert not world.jobs.is_loading() and not world.lookups.is_waiting()
 
 
 def test_few_look_ups_are_on_their_way_at_once_and_the_rest_goes_together() -> None:

@@ -117,7 +117,6 @@ class TierJobs:
         """Of vLLM's region that stores keep pinned now."""
         return len(self._storing) * self._chunk_bytes
 
-    @property
     def is_loading(self) -> bool:
         """Whether a load has not ended."""
         return any(job.is_load and job.copied is not None and not job.copied.done() for job in self._open.values())

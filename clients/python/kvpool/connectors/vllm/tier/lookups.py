@@ -55,7 +55,6 @@ class TierLookups:
         pending.request_ids.add(request_id)
         return None
 
-    @property
     def is_waiting(self) -> bool:
         """Whether an answer is on its way."""
         return bool(self._batches)

@@ -176,7 +176,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._lookups.flush(self._store)
-        if self._jobs.is_loading or self._lookups.is_waiting:
+        if self._jobs.is_loading() or self._lookups.is_waiting():
             time.sleep(_YIELD_S)
 
     def drain_jobs(self) -> None:
