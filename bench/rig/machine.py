@@ -47,6 +47,14 @@ def random_bytes(size_bytes: int, seed: int) -> Bytes:
     return words.view(np.uint8)[:size_bytes]
 
 
+def _on_threads(threads: int, count: int, work: Callable[[range], None]) -> None:
+    """Do `count` things, an equal part of them on each thread."""
+    share = -(-count // threads)
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(work, range(at, min(at + share, count))) for at in range(0, count, share)]:
+            done.result()
+
+
 class CopyBaseline:
     """memcpy of whole pages, one after another, from slots into a contiguous buffer: nothing is verified or found."""
 
@@ -59,21 +67,15 @@ class CopyBaseline:
         self._targets = [target[at * page_bytes : (at + 1) * page_bytes] for at in range(page_count)]
 
     def rate(self, threads: int = 1) -> float:
-        """GB/s on so many threads, which take pages in turn."""
+        """GB/s on so many threads, each of which copies a part of the pages."""
+        count = len(self._pages)
         if threads == 1:
-            return rate(self.size_bytes, lambda: self._copy(0, 1))
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda _: time.sleep(0.01), range(threads)))  # all of them are there
+            return rate(self.size_bytes, lambda: self._copy(range(count)))
+        return rate(self.size_bytes, lambda: _on_threads(threads, count, self._copy))
 
-            def copy() -> None:
-                for done in [pool.submit(self._copy, number, threads) for number in range(threads)]:
-                    done.result()
-
-            return rate(self.size_bytes, copy)
-
-    def _copy(self, first: int, step: int) -> None:
-        for page, target in zip(self._pages[first::step], self._targets[first::step], strict=True):
-            target[:] = page
+    def _copy(self, pages: range) -> None:
+        for number in pages:
+            self._targets[number][:] = self._pages[number]
 
 
 class FileBaseline:
@@ -82,7 +84,8 @@ class FileBaseline:
     def __init__(self, directory: Path, size_bytes: int, piece_bytes: int) -> None:
         self._directory, self._piece_bytes = directory, piece_bytes
         self._content = random_bytes(piece_bytes, 3)
-        self.size_bytes = size_bytes // piece_bytes * piece_bytes
+        self._pieces = size_bytes // piece_bytes
+        self.size_bytes = self._pieces * piece_bytes
         self._target = shared_bytes(self.size_bytes)
         self._written = 0
 
@@ -91,12 +94,12 @@ class FileBaseline:
         self.remove()
         self._written += 1
         self._path().touch()
-        return rate(self.size_bytes, lambda: self._on_threads(threads, self._write))
+        return rate(self.size_bytes, lambda: _on_threads(threads, self._pieces, self._write))
 
     def read_rate(self, threads: int) -> float:
         """GB/s of reading it from disk, its pages having been dropped from the page cache."""
         drop_from_page_cache([self._path()])
-        return rate(self.size_bytes, lambda: self._on_threads(threads, self._read))
+        return rate(self.size_bytes, lambda: _on_threads(threads, self._pieces, self._read))
 
     def remove(self) -> None:
         """Remove the file."""
@@ -104,14 +107,6 @@ class FileBaseline:
 
     def _path(self) -> Path:
         return self._directory / f"plain-{self._written}"
-
-    def _on_threads(self, threads: int, work: Callable[[range], None]) -> None:
-        pieces = self.size_bytes // self._piece_bytes
-        share = -(-pieces // threads)
-        parts = [range(start, min(start + share, pieces)) for start in range(0, pieces, share)]
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(work, part) for part in parts]:
-                done.result()
 
     def _write(self, pieces: range) -> None:
         fd = os.open(self._path(), os.O_WRONLY)

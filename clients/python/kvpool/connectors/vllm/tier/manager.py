@@ -65,7 +65,7 @@ _OWN_COUNTERS = {
 
 # An engine with nothing to compute asks again and again in Python, where CPython lets threads that copy wait 5 ms for
 # their turn. So a step gives the interpreter up by itself while somebody waits for a load. A shorter switch interval
-# would take it away in the middle of all steps, also beside stores, which nobody waits for.
+# would take it away in the middle of all steps, also beside stores, for which no request waits.
 _YIELD_S = 20e-6
 
 
