@@ -78,3 +78,16 @@ def test_the_metadata_of_pages_beside_a_damaged_record_is_changed(damaged: Damag
     for number in damaged.good:
         encoded = damaged.store._pages._encoded(key(number))
         assert encoded is not None and PageRecord.decode(encoded).metadata == changed
+
+
+def test_a_record_that_is_none_of_ours_keeps_no_metadata_from_the_pages_beside_it(tmp_path: Path) -> None:
+    store = opened(tmp_path, 800 << 20)
+    store.put_batch([page_write(number, b"x" * 4096) for number in range(3)], lambda _, failure: None)
+    store._pages.database.family(RECORDS)[key(1).pack()] = b"no record"
+    changed = replace(metadata(0), priority=7)
+    store.set_metadata([(key(number), changed) for number in range(3)])
+    for number in (0, 2):
+        encoded = store._pages._encoded(key(number))
+        assert encoded is not None and PageRecord.decode(encoded).metadata == changed
+    assert store._pages._encoded(key(1)) == b"no record"
+    store.close()
