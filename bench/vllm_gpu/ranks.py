@@ -120,7 +120,8 @@ def _load_and_compare(
     for number, prefix in enumerate(heads):
         engine = engines[(number + 1) % len(engines)]
         answer = engine.ask([prefix + tail(plan, 1, number, 11)], 2)
-        record.add("ranks loaded share", name, answer.cached[0] / len(prefix), run=number, **more)
+        share, ms = answer.cached[0] / len(prefix), round(answer.ms, 1)
+        record.add("ranks loaded share", name, share, run=number, ms=ms, **more)
     for what, count in _counted(engines).items():
         record.add(f"ranks {what}", name, count - before[what], **more)
 

@@ -118,7 +118,10 @@ def test_only_the_part_is_loaded_that_pays() -> None:
             return MatchResult(3, chain.usable_tokens(3), runs)
 
     world = World(TwoRuns())
-    for source, seconds in ((EngineSource.STAGING, 9.0), (EngineSource.STAGING, 0.01), (EngineSource.REMOTE, 1000.0)):
+    for source, seconds in (
+        *((EngineSource.STAGING, 9.0), (EngineSource.STAGING, 0.01)),
+        *((EngineSource.REMOTE, 9.0), (EngineSource.REMOTE, 1000.0)),
+    ):
         world.side.cost.note_load(source, 3 * CHUNK_BYTES, seconds, copy_s=seconds)
     world.side.cost.latency_ms.restart()
     world.side.cost.note_prefill(1000, 2.0)

@@ -115,7 +115,7 @@ class LoadCost:
     local_sources: Sequence[Hashable] = ()
     _sources: dict[Hashable, _Source] = field(default_factory=dict)
     _large_steps: bool = False
-    _warmed_up: bool = False
+    _warmed_up: set[Hashable] = field(default_factory=set)  # sources
     _on_trial: bool = False
     _declined: Trials = field(default_factory=Trials)
 
@@ -133,12 +133,12 @@ class LoadCost:
         self, source: Hashable, size_bytes: int, duration_s: float, *, copy_s: float = 0.0, queued_bytes: int = 0
     ) -> None:
         """A load that came in whole from one source, after queued_bytes of others. duration_s: from its decision until
-        the engine knew of its end; copy_s: that its copying took, 0 if that was not seen. The first load of a process
+        the engine knew of its end; copy_s: that its copying took, 0 if that was not seen. The first load from a source
         connects and maps: it says nothing of later ones."""
         if size_bytes <= 0 or not 0 < duration_s < inf or not 0 <= copy_s < inf:
             return
-        if not self._warmed_up:
-            self._warmed_up = True
+        if source not in self._warmed_up:
+            self._warmed_up.add(source)
             return
         if self._on_trial:
             self._on_trial = False
