@@ -9,13 +9,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-import numpy as np
-
 from kvpool.client.retry import LATER
 from kvpool.client.store_config import StoreConfig
 from kvpool.client.store_pool import AsyncStorePages
 from kvpool.client.store_sync import StorePages
 from kvpool.client.store_values import ChunkPlace, KeyspaceShards, OpenedShards
+from kvpool.client.streaming_copy import copy
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.external_keys import foreign_chunk_hash, object_keyspace, object_range, salt_of
 from kvpool.core.grid import ShardGrid
@@ -56,7 +55,7 @@ class AsyncObjects:
         def take(position: int, shard: int, payload: memoryview) -> None:
             part = self._parts[shard]
             with payload[: part.size_bytes] as used:
-                _copy(used, views[position][part.offset_bytes : part.end_bytes])
+                copy(used, views[position][part.offset_bytes : part.end_bytes])
 
         try:
             return await self._pages.get(opened, _chunks(opened, keys), take)
@@ -85,7 +84,7 @@ class AsyncObjects:
             filled.add(position)
             part = self._parts[shard]
             with payload[: part.size_bytes] as used:
-                _copy(views[position][part.offset_bytes : part.end_bytes], used)
+                copy(views[position][part.offset_bytes : part.end_bytes], used)
             payload[part.size_bytes :] = bytes(payload.nbytes - part.size_bytes)
 
         try:
@@ -123,11 +122,6 @@ def _release(views: Sequence[memoryview]) -> None:
     """Let go of the caller's memory, which it may unmap: the frames of a call that failed may live on in its error."""
     for view in views:
         view.release()
-
-
-def _copy(source: memoryview, destination: memoryview) -> None:
-    """As a slice is assigned, but other threads go on meanwhile: numpy lets go of the interpreter's lock."""
-    np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _chunks(opened: OpenedShards, keys: Sequence[ObjectKey], retention: Retention = NO_RETENTION) -> list[ChunkPlace]:

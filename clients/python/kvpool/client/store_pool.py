@@ -71,7 +71,7 @@ class PageTransport(Protocol):
 class ArenaTransport:
     """Through the arena of this host's pagestore."""
 
-    def __init__(self, config: StoreConfig, peer_name: str, threads: Executor) -> None:
+    def __init__(self, config: StoreConfig, peer_name: str, readers: Executor, writers: Executor) -> None:
         plan = SessionPlan(endpoint=config.pagestore, peer_name=peer_name, trusts_arena=config.trusts_arena)
         self.link = PagestoreLink(
             plan,
@@ -80,7 +80,9 @@ class ArenaTransport:
             retry_interval_s=config.retry_interval_s,
             share_bytes=1,  # what the tenant has, and no more: others may need the rest
         )
-        self._config, self._threads = config, CopyThreads(threads, config.copy_threads)
+        self._config = config
+        self._readers = CopyThreads(readers, config.copy_threads)
+        self._writers = CopyThreads(writers, config.store_threads)
         self._preparing: asyncio.Task[None] | None = None
 
     @property
@@ -109,7 +111,7 @@ class ArenaTransport:
         """Windows of a keyspace in one session. raises: what opening one raises."""
         async with self.link.use(space.keyspace, space.space.spec) as session:
             leases_max = session.max_leases // self._config.calls_in_flight
-            yield _ArenaWindows(session, space, self._threads, leases_max)
+            yield _ArenaWindows(session, space, self._readers, self._writers, leases_max)
 
     async def close(self) -> None:
         """End the session. Idempotent."""
@@ -122,16 +124,24 @@ class ArenaTransport:
 class _ArenaWindows:
     reads_at_once = 2  # while one waits for its last copies, pages of the other arrive
 
-    def __init__(self, session: PageStoreSession, space: OpenedShards, threads: CopyThreads, leases_max: int) -> None:
-        self._session, self._space, self._threads, self.pages_max = session, space, threads, leases_max
+    def __init__(
+        self,
+        session: PageStoreSession,
+        space: OpenedShards,
+        readers: CopyThreads,
+        writers: CopyThreads,
+        leases_max: int,
+    ) -> None:
+        self._session, self._space, self.pages_max = session, space, leases_max
+        self._readers, self._writers = readers, writers
 
     async def read(
         self, pages: Sequence[WantedPage], sources: Sequence[tuple[RemoteSource, ...]], wait_s: float, take: PayloadCopy
     ) -> WindowRead:
-        return await read_window(self._session, self._space, pages, sources, wait_s, self._threads, take)
+        return await read_window(self._session, self._space, pages, sources, wait_s, self._readers, take)
 
     async def write(self, pages: Sequence[WantedPage], wait_s: float, fill: PayloadCopy) -> WindowWritten:
-        return await write_window(self._session, self._space, pages, wait_s, self._threads, fill)
+        return await write_window(self._session, self._space, pages, wait_s, self._writers, fill)
 
 
 class AsyncStorePages:
@@ -148,15 +158,16 @@ class AsyncStorePages:
         """index, transport: in place of those that `config` names; closed with the pool."""
         self._config = config
         self._index = index if index is not None else IndexClient(config.client)
-        self._threads = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="kvpool-copy")
+        self._readers = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="kvpool-read")
+        self._writers = ThreadPoolExecutor(config.store_threads, thread_name_prefix="kvpool-write")
         self._transport: PageTransport
         if transport is not None:
             self._transport = transport
         elif config.is_remote:
             window_bytes = config.stream_bytes_in_flight_max // (2 * config.calls_in_flight)  # reads and writes
-            self._transport = StreamTransport(config.client, self._index, self._threads, window_bytes)
+            self._transport = StreamTransport(config.client, self._index, self._readers, window_bytes)
         else:
-            self._transport = ArenaTransport(config, peer_name, self._threads)
+            self._transport = ArenaTransport(config, peer_name, self._readers, self._writers)
         self._reads, self._writes = (ConcurrencyLimiter(config.calls_in_flight) for _ in range(2))
         self._spaces: dict[KeyspaceShards, OpenedShards] = {}
         self._opening = asyncio.Lock()
@@ -310,7 +321,8 @@ class AsyncStorePages:
         await self._transport.close()
         await self._index.match_stream.close()
         await self._index.endpoints.close()
-        self._threads.shutdown(wait=False)
+        self._readers.shutdown(wait=False)
+        self._writers.shutdown(wait=False)
 
     def _windows(
         self, pages: Sequence[WantedPage], pages_max: int, ends_at_s: float, at_once: int = 1

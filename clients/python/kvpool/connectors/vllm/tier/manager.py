@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import fields
+from threading import Thread
 from typing import Any, ClassVar
 
 import vllm
@@ -31,6 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvpool.client.store_sync import StorePages
 from kvpool.client.store_values import StoreCounts
+from kvpool.client.streaming_copy import compile_streaming_copy
 from kvpool.connectors.vllm.engine_introspection import kinds_of_kv
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.releases import cache_hit_sources, job_result, tier_arguments
@@ -97,6 +99,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         known = KnownKeys(self._settings.known_s, store.remembered_chunks)
         self._jobs = TierJobs(region, self._chunk_bytes, known, max(store_bytes_max, self._chunk_bytes))
         self._pages = StorePages(store, "vllm tier")
+        Thread(target=compile_streaming_copy, name="kvpool-compile", daemon=True).start()
         self._lookups = TierLookups(known, self._settings.lookup_timeout_s)
         self._epoch, self._resets = "", 0
         self._kinds = kinds_of_kv()
