@@ -24,7 +24,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     find = SharedCaches.find
 
     def counted(lender: SharedCaches, wanted: gpuagent_pb2.FindCachedChunksRequest) -> list[HeldChunks]:
-        counts.append(len(wanted.chunk_hashes) // 16)
+        if wanted.chunk_hashes:  # others ask for new caches
+            counts.append(len(wanted.chunk_hashes) // 16)
         return find(lender, wanted)
 
     monkeypatch.setattr(SharedCaches, "find", counted)
