@@ -31,6 +31,7 @@ class TierLookups:
         self._pending: dict[bytes, _Pending] = {}
         self._unsent: list[bytes] = []
         self._batches: list[tuple[Sequence[bytes], Future[list[bool]]]] = []
+        self._answered = False  # one of them, perhaps: vLLM asks for each key again in each step
         self.late_count = 0  # misses because no answer came in time
 
     def verdict(self, key: bytes, request_id: str) -> bool | None:
@@ -72,7 +73,9 @@ class TierLookups:
                 del self._pending[key]
         self._unsent = []
         if keys:
-            self._batches.append((keys, store.exists(keys)))
+            answer = store.exists(keys)
+            self._batches.append((keys, answer))
+            answer.add_done_callback(self._note_answer)
 
     def finish(self, request_id: str) -> None:
         """Forget what was found for a request."""
@@ -93,9 +96,14 @@ class TierLookups:
         self._pending.clear()
         self._unsent, self._batches = [], []
 
+    def _note_answer(self, answer: Future[list[bool]]) -> None:
+        """In any thread."""
+        self._answered = True
+
     def _collect(self) -> None:
-        if not any(answer.done() for _, answer in self._batches):
+        if not self._answered:
             return
+        self._answered = False  # before they are looked at: an answer that comes meanwhile sets it again
         batches, self._batches = self._batches, []
         for keys, answer in batches:
             if answer.done():
