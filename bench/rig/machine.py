@@ -47,6 +47,10 @@ def random_bytes(size_bytes: int, seed: int) -> Bytes:
     return words.view(np.uint8)[:size_bytes]
 
 
+def _memcpy(source: Bytes, destination: Bytes) -> None:
+    destination[:] = source
+
+
 def _on_threads(threads: int, count: int, work: Callable[[range], None]) -> None:
     """Do `count` things, an equal part of them on each thread."""
     share = -(-count // threads)
@@ -56,9 +60,11 @@ def _on_threads(threads: int, count: int, work: Callable[[range], None]) -> None
 
 
 class CopyBaseline:
-    """memcpy of whole pages, one after another, from slots into a contiguous buffer: nothing is verified or found."""
+    """Copies of whole pages, one after another, from slots into a contiguous buffer: nothing is verified or found."""
 
-    def __init__(self, page_bytes: int, page_count: int) -> None:
+    def __init__(self, page_bytes: int, page_count: int, copy: Callable[[Bytes, Bytes], object] = _memcpy) -> None:
+        """copy: of a source to a destination."""
+        self._copy_page = copy
         stride = -(-(page_bytes + 4096) // 4096) * 4096  # as slots lie in an arena
         self.size_bytes = page_bytes * page_count
         source = shared_bytes(stride * page_count)
@@ -75,7 +81,7 @@ class CopyBaseline:
 
     def _copy(self, pages: range) -> None:
         for number in pages:
-            self._targets[number][:] = self._pages[number]
+            self._copy_page(self._pages[number], self._targets[number])
 
 
 class FileBaseline:

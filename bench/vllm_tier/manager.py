@@ -19,6 +19,7 @@ from bench.rig.machine import CopyBaseline
 from bench.vllm_gpu.samples import Recorder
 from bench.vllm_tier.store import TierStores, takes_direct_io
 from kvpool.client.store_config import usual_copy_threads
+from kvpool.client.streaming_copy import copy
 
 GROUPS_OF_KEYS = 1 << 20  # numbers of chunks of one sample
 
@@ -125,8 +126,10 @@ def measure_managers(
         if sample >= 0:
             record.add("memcpy", "none", memcpy.rate(), run=sample)
         after()
-    counts = sorted({1, 4, usual_copy_threads(), len(os.sched_getaffinity(0))})
-    rates = {count: statistics.median(memcpy.rate(count) for _ in range(samples)) for count in counts}
-    record.note("GB/s of memcpy by threads", {str(count): round(each, 2) for count, each in rates.items()})
+    counts = sorted({1, 4, 8, usual_copy_threads(), len(os.sched_getaffinity(0))})
+    streaming = CopyBaseline(chunk_bytes, chunk_count, lambda source, target: copy(source.data, target.data))
+    for way, baseline in (("memcpy", memcpy), ("the tier's copies", streaming)):
+        rates = {count: statistics.median(baseline.rate(count) for _ in range(samples)) for count in counts}
+        record.note(f"GB/s of {way} by threads", {str(count): round(each, 2) for count, each in rates.items()})
     for tier in tiers.values():
         tier.close()
