@@ -84,6 +84,7 @@ class OpenedShards:
     space: KeyspaceShards
     keyspace: bytes  # 16-byte id
     hash_key: bytes  # 32 bytes, of its chunk hashes
+    _payload_bytes: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # by shard
 
     def page_key(self, chunk: ChunkPlace, shard: int) -> PageKey:
         """Of one shard of a chunk."""
@@ -91,7 +92,11 @@ class OpenedShards:
 
     def payload_bytes(self, shard: int) -> int:
         """Of a page of that shard."""
-        return payload_bytes(self.space.spec, ShardGrid.of(self.space.spec), shard)
+        known = self._payload_bytes.get(shard)
+        if known is None:  # to look it up by the specification takes 20 us
+            known = payload_bytes(self.space.spec, ShardGrid.of(self.space.spec), shard)
+            self._payload_bytes[shard] = known
+        return known
 
     def query(self, chunks: Sequence[ChunkPlace], host_id: str) -> ChainQuery:
         """A question about chunks that follow each other."""
