@@ -57,9 +57,10 @@ async def test_a_copy_that_fails_beside_others_gives_each_lease_back_once(seed: 
     taken, lock = list[int](), threading.Lock()
 
     def take(position: int, shard: int, payload: memoryview) -> None:
-        with lock:
+        with lock:  # or two threads could pass the count together
             taken.append(position)
-        if len(taken) == 20 + seed:
+            fails = len(taken) == 20 + seed
+        if fails:
             raise ValueError("planted")
         time.sleep(1e-4)  # without the interpreter's lock, as a copy
 
