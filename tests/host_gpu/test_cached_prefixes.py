@@ -15,8 +15,6 @@ from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.testing import eventually
 from kvpool_gpuagent.core.sources import LoadSource
-from kvpool_gpuagent.engine import host_caches
-from kvpool_gpuagent.engine.peers import PeerCacheTable
 from tests.fixtures import layout_presets as presets
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import CHUNKS, PROMPT, PeerHost, Rank, peer_host
@@ -61,28 +59,6 @@ async def test_a_prefix_of_another_rank_is_matched_and_loaded(agents: int) -> No
         assert rank.agent.metric("loaded_tokens_total", source="gpu") == CHUNKS * 32
         assert rank.agent.engine.bandwidths.bytes_per_s(LoadSource.GPU) > 0
         assert host.devices[agents - 1].launched == 1
-
-
-async def test_a_load_is_pulled_though_the_agent_that_matched_it_was_another_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """That of the engine's scheduler. To map a cache takes longer than a load waits for it: it is mapped ahead."""
-    open_cache, opened = PeerCacheTable._open, list[object]()  # noqa: SLF001  # it is made slow
-
-    async def slowly(table: PeerCacheTable, *wanted: Any) -> Any:
-        await asyncio.sleep(0.5)
-        opened.append(await open_cache(table, *wanted))
-        return opened[-1]
-
-    monkeypatch.setattr(PeerCacheTable, "_open", slowly)
-    monkeypatch.setattr(host_caches, "FIND_TIMEOUT_S", 0.02)  # as it is outside of these tests
-    async with peer_host(2) as host:
-        source, rank = await two_ranks(host)
-        scheduler = await host.rank(SPEC, presets.vllm_hnd_layout, agent=0, block_count=16, engine_id=b"two")
-        await eventually(lambda: opened)
-        assert await scheduler.sources() == [(CHUNKS, "GPU")]
-        assert (await rank.load()).tokens.gpu == CHUNKS * 32
-        assert rank.rows(range(CHUNKS)) == source.rows(range(CHUNKS))
 
 
 async def test_skipped_tokens_stay_as_they_were() -> None:

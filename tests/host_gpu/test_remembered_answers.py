@@ -24,8 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     find = SharedCaches.find
 
     def counted(lender: SharedCaches, wanted: gpuagent_pb2.FindCachedChunksRequest) -> list[HeldChunks]:
-        if wanted.chunk_hashes:  # others ask for new caches
-            counts.append(len(wanted.chunk_hashes) // 16)
+        counts.append(len(wanted.chunk_hashes) // 16)
         return find(lender, wanted)
 
     monkeypatch.setattr(SharedCaches, "find", counted)

@@ -297,9 +297,8 @@ class PeerAgents(Protocol):
         ...
 
     async def find(self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes, timeout_s: float) -> list[HeldChunks]:
-        """Return which chunks caches of their sessions hold, but for those of this engine; without hashes all caches of
-        sessions that announce chunks. Agents that do not answer in time are left out, and not asked for a while. Never
-        raises."""
+        """Return which chunks caches of their sessions hold, but for those of this engine. Agents that do not answer in
+        time are left out, and not asked for a while. Never raises."""
         ...
 
     async def close(self) -> None:

@@ -24,10 +24,6 @@ LAYOUT = SimpleNamespace(layers=[SimpleNamespace(scales=())], layer_range=range(
 SESSION = cast(Any, SimpleNamespace(rank=SimpleNamespace(keyspace=b"k" * 16, layout=LAYOUT), engine_id=b"e"))
 
 
-def opened(engine_id: bytes, *, is_open: bool = True, handles: tuple[object, ...] = ("memory",)) -> Any:
-    return SimpleNamespace(rank=SESSION.rank, engine_id=engine_id, is_open=is_open, handles=handles)
-
-
 def held(name: bytes, position: int) -> HeldChunks:
     at = np.array([position])
     found = FoundChunks(at, at.reshape(1, 1), at.reshape(1, 1))
@@ -83,42 +79,6 @@ class Mappings:
         if self._error is not None:
             raise self._error
         self.mapped.add(source.session_id)
-
-
-async def test_caches_are_mapped_before_any_match_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The match may have been answered by another agent, that of the engine's scheduler."""
-    monkeypatch.setattr(host_caches, "MAP_EVERY_S", 0.01)
-    sessions, pulls = [opened(b"e")], Mappings()
-    pulls.may_map.set()
-    caches = HostCaches(lambda: sessions, Agents(), cast(Any, pulls))
-    caches.session_ready()
-    await eventually(lambda: len(pulls.mapped) == 2)
-    pulls.mapped.clear()  # engines that were started again
-    await eventually(lambda: len(pulls.mapped) == 2)
-    sessions.clear()
-    await eventually(lambda: asyncio.all_tasks() == {asyncio.current_task()})
-    sessions.append(opened(b"e"))
-    pulls.mapped.clear()
-    caches.session_ready()
-    await eventually(lambda: len(pulls.mapped) == 2)
-    await caches.close()
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-@pytest.mark.parametrize("session", ["scheduler", "starting", "does not pull"])
-async def test_nothing_is_mapped_for_sessions_that_do_not_load(session: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_caches, "MAP_EVERY_S", 0.01)
-    changes: dict[str, dict[str, Any]] = {
-        "scheduler": {"handles": ()},
-        "starting": {"is_open": False},
-        "does not pull": {"engine_id": b""},
-    }
-    pulls = Mappings()
-    caches = HostCaches(lambda: [opened(**{"engine_id": b"e", **changes[session]})], Agents(), cast(Any, pulls))
-    caches.session_ready()
-    await asyncio.sleep(0.1)
-    assert not pulls.asked
-    await caches.close()
 
 
 async def test_a_cache_is_not_waited_for_until_it_is_mapped_and_offered_then() -> None:

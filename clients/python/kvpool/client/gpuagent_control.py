@@ -115,8 +115,7 @@ class AgentControl:
     async def find_cached_chunks(
         self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes, *, timeout_s: float
     ) -> list[CachedChunks]:
-        """Return which chunks caches of the agent's sessions hold; without hashes, all caches of sessions that announce
-        chunks. raises: InvalidRequest, TenantDenied,
+        """Return which chunks caches of the agent's sessions hold. raises: InvalidRequest, TenantDenied,
         ServiceUnavailable, DeadlineExceeded."""
         request = gpuagent_pb2.FindCachedChunksRequest(
             keyspace_id=keyspace, chunk_hashes=chunk_hashes, engine_id=engine_id

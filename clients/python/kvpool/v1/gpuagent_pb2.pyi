@@ -1528,7 +1528,7 @@ class FindCachedChunksRequest(_message.Message):
     keyspace_id: _builtins.bytes
     """16-byte keyspace id."""
     chunk_hashes: _builtins.bytes
-    """Concatenated 16-byte hashes, of as many chunks as one match may name at most: see EngineReady.max_request_chunks. None: which sessions announce chunks."""
+    """Concatenated 16-byte hashes, of as many chunks as one match may name at most: see EngineReady.max_request_chunks."""
     engine_id: _builtins.bytes
     """Sessions of this engine are left out."""
     def __init__(
@@ -1609,7 +1609,7 @@ class FindCachedChunksResponse(_message.Message):
     CACHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def caches(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedChunks]:
-        """One for each session that has some of the chunks; if none were named, one without chunks for each session that announces some."""
+        """One for each session that has some of the chunks."""
 
     def __init__(
         self,

@@ -144,7 +144,6 @@ class GpuAgentEngine:
         for session in self.sessions:
             session.begin_close(Draining("this agent is shutting down"))
         await asyncio.gather(*(session.close() for session in self.sessions))
-        await self.caches.close()
         await self._pulls.close()
 
     def _check_share(self, owner: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_OUT_OF_REACH = 1024
 FIND_TIMEOUT_S = 0.02  # of other agents of the host: a match waits for them
-MAP_EVERY_S, MAP_TIMEOUT_S = 2.0, 1.0  # how often other agents are asked for new caches, and how long they may take
 # A load follows the match that planned it, mostly within milliseconds, and then asks no agent again: what has changed
 # meanwhile the generations after its copy say. After a longer wait more of a prefix may have changed.
 REMEMBER_S = 2.0
@@ -84,43 +82,9 @@ class HostCaches:
         self._out_of_reach: set[SourceName] = set()  # no link leads there, or their memory cannot be mapped
         self._answers = _Answers()
         self._mapping: dict[SourceName, asyncio.Future[None]] = {}
-        self._mapping_ahead: asyncio.Future[None] | None = None
-        self._new_session = asyncio.Event()
-
-    def session_ready(self) -> None:
-        """Map caches of other agents in the background, as long as sessions of this agent may pull from them.
-
-        A match may be answered by the agent of the engine's scheduler, which maps them for its own sessions alone: the
-        first load would find that this agent cannot pull what that one has offered.
-        """
-        self._new_session.set()
-        if self._agents is not None and (self._mapping_ahead is None or self._mapping_ahead.done()):
-            self._mapping_ahead = asyncio.ensure_future(self._map_ahead(self._agents))
-
-    async def close(self) -> None:
-        """Map nothing more ahead."""
-        if self._mapping_ahead is not None:
-            self._mapping_ahead.cancel()
-            await asyncio.wait((self._mapping_ahead,))
-
-    async def _map_ahead(self, agents: PeerAgents) -> None:
-        # One of each engine's: what is mapped for it is mapped for all sessions of the keyspace.
-        while engines := {
-            (session.rank.keyspace, session.engine_id): session
-            for session in self._sessions()
-            if session.is_open and session.engine_id and session.handles
-        }:
-            self._new_session.clear()
-            for (keyspace, engine_id), session in engines.items():
-                for one in await agents.find(keyspace, b"", engine_id, MAP_TIMEOUT_S):
-                    if one.source not in self._out_of_reach and not self._pulls.is_mapped(session, one.source):
-                        self._map(session, one.source)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._new_session.wait(), MAP_EVERY_S)
 
     def held(self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes) -> list[HeldChunks]:
-        """Return what caches of this agent's sessions hold, but for those of this engine. Without hashes: all caches of
-        sessions that announce chunks."""
+        """Return what caches of this agent's sessions hold, but for those of this engine."""
         hashes = [chunk_hashes[start : start + HASH_BYTES] for start in range(0, len(chunk_hashes), HASH_BYTES)]
         held: list[HeldChunks] = []
         for session in self._sessions():
@@ -129,7 +93,7 @@ class HostCaches:
             if session.engine_id == engine_id:
                 continue
             found, layout = session.cached.find(hashes), session.rank.layout
-            if found.positions.size or not hashes:
+            if found.positions.size:
                 one = HeldChunks(
                     source=SourceName(session.session_id, ""),
                     layers=layout.layer_range,

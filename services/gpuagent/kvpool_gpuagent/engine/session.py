@@ -206,8 +206,6 @@ class EngineSession:
             await self._pool.connect()
         if self._closing is not None:
             raise Stopped("the session was closed while it was registered")
-        if self._caches is not None:
-            self._caches.session_ready()
 
     def generations(self, block_ids: BlockIds) -> BlockIds:
         """Return the generations of blocks as they are now. Raises InvalidRequest for blocks of an engine without."""
