@@ -18,8 +18,8 @@ import numpy as np
 from bench.rig.machine import CopyBaseline
 from bench.vllm_gpu.samples import Recorder
 from bench.vllm_tier.store import TierStores, takes_direct_io
-from kvpool.client.store_config import usual_copy_threads
 from kvpool.client.streaming_copy import copy
+from kvpool.connectors.vllm.tier.settings import usual_copy_threads
 
 GROUPS_OF_KEYS = 1 << 20  # numbers of chunks of one sample
 

@@ -46,6 +46,14 @@ def test_wrong_settings_are_named(change: dict[str, Any], named: str) -> None:
         StoreConfig.of({**GIVEN, **change})
 
 
+@pytest.mark.parametrize(
+    ("trusts_arena", "threads", "writers"), [(True, 12, 3), (True, 4, 2), (True, 1, 1), (False, 8, 8), (False, 1, 1)]
+)
+def test_stores_that_only_copy_take_a_quarter_of_the_threads(trusts_arena: bool, threads: int, writers: int) -> None:
+    config = StoreConfig.of({**GIVEN, "trusts_arena": trusts_arena, "copy_threads": threads})
+    assert config.store_threads == writers
+
+
 def test_chains_are_asked_for_in_runs() -> None:
     hashes = [bytes([number]) * 16 for number in range(40)]
     chain = ChunkPlace.chain(hashes, 3)

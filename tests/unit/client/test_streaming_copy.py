@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -55,9 +59,22 @@ def test_several_threads_copy_at_once(way: str) -> None:
     assert np.array_equal(here, there)
 
 
-def test_without_numba_copies_are_memcpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def raising(error: Exception) -> Callable[[], object]:
+    def compiled() -> object:
+        raise error
+
+    return compiled
+
+
+@pytest.mark.parametrize("trouble", ["missing", "does not fit numpy", "told to compile nothing"])
+def test_without_a_working_numba_copies_are_memcpy(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming_copy, "_kernel", None)
-    monkeypatch.setitem(sys.modules, "numba", None)
+    if trouble == "missing":
+        monkeypatch.setitem(sys.modules, "numba", None)
+    elif trouble == "does not fit numpy":
+        monkeypatch.setattr(streaming_copy, "_compiled", raising(SystemError("initialization of _internal failed")))
+    else:
+        monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
     assert not compile_streaming_copy()
     there = bytearray(2 * MIB)
     copy(memoryview(b"1" * 2 * MIB), memoryview(there))
@@ -78,3 +95,36 @@ def test_a_large_copy_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) 
     copy(memoryview(bytes(2 * MIB)), there.data[: 2 * MIB])
     copy(memoryview(bytes(MIB // 2)), there.data[: MIB // 2])
     assert len(lines) == 1 and 2 * MIB // 64 - 1 <= lines[0] <= 2 * MIB // 64
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions of other processors have other names")
+def test_the_kernel_bypasses_the_caches_and_ends_with_a_fence() -> None:
+    assert compile_streaming_copy()
+    code = "".join(cast(Any, streaming_copy._kernel).inspect_asm().values())
+    assert "movnt" in code and "fence" in code
+
+
+def test_other_threads_run_while_a_large_copy_does() -> None:
+    assert compile_streaming_copy()
+    here, there = np.ones(256 * MIB, np.uint8), np.zeros(256 * MIB, np.uint8)
+    began, ended, seen = threading.Event(), threading.Event(), list[float]()
+
+    def copying() -> None:
+        began.set()
+        for _ in range(8):
+            copy(here.data, there.data)
+        ended.set()
+
+    thread = threading.Thread(target=copying)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # nobody is made to let go of the interpreter
+    try:
+        thread.start()
+        began.wait()
+        while not ended.is_set():
+            seen.append(time.monotonic())
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval_s)
+    thread.join()
+    assert len(seen) > 8

@@ -26,7 +26,8 @@ _kernel: _Kernel | None = None
 
 
 def compile_streaming_copy() -> bool:
-    """Have `copy` bypass the caches from now on: takes about a second, once in a process. False without numba."""
+    """Have `copy` bypass the caches from now on: takes about a second, once in a process. False where numba is not
+    there or does not work."""
     global _kernel  # noqa: PLW0603  # one for the process, as compiled code is
     with _lock:
         if _kernel is None:
@@ -34,6 +35,8 @@ def compile_streaming_copy() -> bool:
                 _kernel = _compiled()
             except ImportError as error:
                 _log.debug("copies go through the caches: %s", error)
+            except Exception as error:  # a numba that does not fit numpy raises several kinds of errors
+                _log.warning("copies go through the caches, as numba does not work: %s", error)
     return _kernel is not None
 
 
@@ -42,11 +45,11 @@ def copy(source: memoryview, destination: memoryview) -> None:
     there, here = np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8)
     if there.nbytes != here.nbytes:  # numpy would repeat a single byte
         raise ValueError(f"{here.nbytes} bytes cannot be copied to {there.nbytes}")
-    start = -there.ctypes.data % _LINE_BYTES
-    count = (there.nbytes - start) // _LINE_BYTES
     if _kernel is None or there.nbytes < _BYTES_MIN or not there.flags.writeable:
         np.copyto(there, here)
         return
+    start = -there.ctypes.data % _LINE_BYTES
+    count = (there.nbytes - start) // _LINE_BYTES
     end = start + count * _LINE_BYTES
     _kernel(there.ctypes.data + start, here.ctypes.data + start, count)
     for rest in (slice(start), slice(end, None)):
@@ -54,10 +57,13 @@ def copy(source: memoryview, destination: memoryview) -> None:
 
 
 def _compiled() -> _Kernel:
-    """raises: ImportError without numba."""
+    """raises: ImportError without numba, or where it is told to compile nothing."""
     from llvmlite import ir
-    from numba import njit, types
+    from numba import config, njit, types
     from numba.extending import intrinsic
+
+    if config.DISABLE_JIT:
+        raise ImportError("NUMBA_DISABLE_JIT is set")
 
     line, number = ir.VectorType(ir.IntType(64), 8), ir.IntType(64)
 
