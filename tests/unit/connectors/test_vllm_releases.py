@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import kvpool.connectors.vllm
+from kvpool.client import streaming_copy
 from tests.fixtures.recorded_vllm import RELEASES, install, recorded
 
 SOURCE = Path(kvpool.connectors.vllm.__file__).parent
@@ -96,13 +97,15 @@ def test_what_a_release_asks_for_and_we_lack_is_found(release: str) -> None:
     assert refused_calls(connector, changed) == ["wait_for_layer_load(layer_name, stream)"]
 
 
-def test_the_tier_starts_and_takes_its_calls(release: str) -> None:
+def test_the_tier_starts_and_takes_its_calls(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming_copy, "_kernel", None)
     tier_class = module("tier.manager").KvPoolTier
     assert refused_calls(tier_class, recorded(release)[TIERING]["SecondaryTierManager"]) == []
     region = memoryview(bytearray(8 * 64)).cast("b", (8, 64))
     spec = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=False))
     tier = tier_class(spec, region, "KvPoolTier", model_revision="1", **ADDRESSES)  # nothing abstract is left
     tier.shutdown()
+    assert streaming_copy._kernel is not None, "its large copies would go through the caches"
 
 
 def test_results_of_jobs_say_what_the_release_asks_for(release: str) -> None:

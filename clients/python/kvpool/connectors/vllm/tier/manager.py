@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import fields
-from threading import Thread
 from typing import Any, ClassVar
 
 import vllm
@@ -99,7 +98,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         known = KnownKeys(self._settings.known_s, store.remembered_chunks)
         self._jobs = TierJobs(region, self._chunk_bytes, known, max(store_bytes_max, self._chunk_bytes))
         self._pages = StorePages(store, "vllm tier")
-        Thread(target=compile_streaming_copy, name="kvpool-compile", daemon=True).start()
+        compile_streaming_copy()  # not in a thread: others may go through the loaded modules meanwhile
         self._lookups = TierLookups(known, self._settings.lookup_timeout_s)
         self._epoch, self._resets = "", 0
         self._kinds = kinds_of_kv()
