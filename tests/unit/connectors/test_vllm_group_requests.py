@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.client.engine_items import MatchResult
 from kvpool.client.hashing import Prompt
+from kvpool.connectors.vllm.engine_introspection import step_arrives
 from kvpool.connectors.vllm.kv_groups import KvCacheGroup
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvents
@@ -330,6 +331,7 @@ def test_blocks_that_are_zeroed_before_the_connector_hears_of_it_are_not_stored(
 
     class ModelRunner:
         def execute_model(self, jobs: StepJobs, zero: Callable[[], object] = lambda: None) -> None:
+            step_arrives(jobs)
             zero()
             world.side.handle_preemptions(jobs)
 
@@ -339,8 +341,9 @@ def test_blocks_that_are_zeroed_before_the_connector_hears_of_it_are_not_stored(
         assert asked.wait(PATIENCE_S)
 
     runner = ModelRunner()
-    runner.execute_model(StepJobs(step=1))
-    world.side.start_stores(StepJobs(step=1, stores=[a_window_store()]))
-    runner.execute_model(StepJobs(step=2, overwritten=[1] if overwritten else []), zero)
+    first = StepJobs(step=1, scheduler="one", stores=[a_window_store()])
+    runner.execute_model(first)
+    world.side.start_stores(first)
+    runner.execute_model(StepJobs(step=2, scheduler="one", overwritten=[1] if overwritten else []), zero)
     storing.join(PATIENCE_S)
     assert pool.kept == [not overwritten]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -83,6 +84,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         one_worker = not self._off and vllm_config.parallel_config.world_size == 1
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id) if one_worker else ""
         self._polls_worker = one_worker and self._outer_config is vllm_config
+        self._scheduler_name = secrets.token_hex(16)  # engine ids are equal in children of one MultiConnector
         self._weight_version = WeightVersion()
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
@@ -269,10 +271,12 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
-        return self._build(scheduler_output) or StepMetadata(StepJobs(step=0))
+        jobs = self._build(scheduler_output) or StepJobs(step=0)
+        jobs.scheduler = self._scheduler_name
+        return StepMetadata(jobs)
 
     @_guarded()
-    def _build(self, output: Any) -> StepMetadata | None:
+    def _build(self, output: Any) -> StepJobs | None:
         if self._scheduler is None:
             return None
 
@@ -280,10 +284,8 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             preempted, blocks = output.preempted_req_ids or (), output.kv_connector_block_state
             new_blocks = _blocks_of_running(output) if self._scheduler.needs_new_blocks else ()
             checkpoints = getattr(blocks, "boundary_state_offloads", {})  # of recurrent state, which is refused without
-            return StepMetadata(
-                self._scheduler.build_jobs(
-                    output.num_scheduled_tokens, preempted, blocks.get_block_ids, new_blocks, checkpoints
-                )
+            return self._scheduler.build_jobs(
+                output.num_scheduled_tokens, preempted, blocks.get_block_ids, new_blocks, checkpoints
             )
         except Exception:  # what is to be announced may lie in blocks that this step gave away
             self._scheduler.lose_new_blocks()

@@ -7,17 +7,15 @@ import hashlib
 import inspect
 import json
 import secrets
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from kvpool.connectors.vllm.settings import LAYOUT_BLOCK_MAJOR, LAYOUT_NONE, VllmSettings
+from kvpool.connectors.vllm.step_jobs import StepJobs
 
 _NO_VERSION = "default"  # what vLLM has until it is given one
-_MODEL_RUNNER_STEP = "execute_model"  # the name of the method, of all of vLLM's model runners and workers
 _STEP_POLL_S = 0.001
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")  # methods of speculation that write no KV
 
@@ -102,47 +100,43 @@ def required_kv_cache_layout(settings: VllmSettings, vllm_config: Any, outer: An
     return LAYOUT_BLOCK_MAJOR if on_gpu and outer is vllm_config and not recurrent else None
 
 
+# Of each scheduler, the newest jobs that are in this process, as long as their step is.
+_newest_jobs: weakref.WeakValueDictionary[str, StepJobs] = weakref.WeakValueDictionary()
+
+
+def step_arrives(jobs: StepJobs) -> None:
+    """Note a step's jobs when they are built or unpickled: before the model runner gets the step."""
+    if jobs.scheduler:
+        _newest_jobs[jobs.scheduler] = jobs
+
+
 class StepStart:
     """Whether the connector has been notified of every step that may have written to KV blocks.
 
     Model runner V2 zeroes the new blocks of a step, and copies into them, before it calls `handle_preemptions`: a block
-    that was read in between may hold another request's data. The stack of the thread that executes the model shows
-    whether a step is in that phase. Waiting for the next `handle_preemptions` instead would not work: an idle engine
-    makes none.
+    that was read in between may hold another request's data. A step's jobs arrive together with the list of those
+    blocks, so a step that may write is one whose jobs have arrived. Waiting for the next `handle_preemptions` instead
+    would not work: an idle engine makes none. Nor would looking for the model runner on the stack of its thread: while
+    that thread runs, CPython 3.11 may return frames that have been freed, and a walk may miss callers of a generator.
     """
 
     def __init__(self) -> None:
-        self._thread = 0  # that executes the model
-        self._steps = 0
-        self._under_way = False
-        self._recognized = True  # whether the stack of its thread shows a step
+        self._known: StepJobs | None = None  # of the last step that the connector has been notified of
 
-    def step_begins(self) -> None:
-        """Called by `handle_preemptions`, on its thread, after what the step writes to has been noted."""
-        self._recognized = _executes_model(inspect.currentframe())
-        self._thread, self._under_way = threading.get_ident(), True
-        self._steps += 1
-
-    def step_ends(self) -> None:
-        """Called after the step's work has been launched."""
-        self._under_way = False
+    def step_begins(self, jobs: StepJobs) -> None:
+        """Called by `handle_preemptions` after what the step writes to has been noted."""
+        self._known = jobs
 
     async def passed(self) -> None:
         """Return once the connector has been notified of all steps that had begun before the call. Runs on any event
         loop."""
-        steps = self._steps
-        while not self._is_known() and steps == self._steps:  # noqa: ASYNC110  a stack has no event
+        while not self._knows_all():  # noqa: ASYNC110  steps begin on a thread that must not wait for this one
             await asyncio.sleep(_STEP_POLL_S)
 
-    def _is_known(self) -> bool:
-        if self._under_way or not self._steps:
-            return True
-        frames = sys._current_frames()  # noqa: SLF001  # documented; there is no other way to see what a thread runs
-        return self._recognized and not _executes_model(frames.get(self._thread))
-
-
-def _executes_model(frame: FrameType | None) -> bool:
-    return any(one.f_code.co_name == _MODEL_RUNNER_STEP for one in _with_callers(frame))
+    def _knows_all(self) -> bool:
+        known = self._known
+        newest = _newest_jobs.get(known.scheduler) if known is not None else None
+        return newest is None or newest is known
 
 
 class WeightVersion:

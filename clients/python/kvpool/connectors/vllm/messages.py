@@ -15,15 +15,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvpool.client.engine_items import EngineSource
+from kvpool.connectors.vllm.engine_introspection import step_arrives
 from kvpool.connectors.vllm.releases import cache_hit_sources
 from kvpool.connectors.vllm.step_jobs import LoadReport, PoolEvent, StepJobs, StoreReport
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """From the scheduler to all workers."""
+    """From the scheduler to all workers: unpickled in theirs, or the same object in a process that has both."""
 
     jobs: StepJobs
+
+    def __post_init__(self) -> None:
+        step_arrives(self.jobs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        step_arrives(self.jobs)
 
 
 @dataclass

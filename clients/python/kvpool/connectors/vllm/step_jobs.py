@@ -96,11 +96,12 @@ def block_table(block_ids: Blocks | Sequence[int], split: int) -> npt.NDArray[np
     return blocks if split == 1 else (blocks[:, None] * split + np.arange(split)).reshape(-1)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class StepJobs:
     """Jobs of one engine step.
 
     step:      number of the step from 1 on, which workers report back; 0: jobs were lost and any block may be in use.
+    scheduler: unique name of the scheduler that sends them.
     cancel:    requests whose loads are no longer needed.
     release:   finished requests whose blocks vLLM keeps until their stores have read them.
     preempted: requests whose blocks may be written from this step on.
@@ -111,6 +112,7 @@ class StepJobs:
     """
 
     step: int
+    scheduler: str = ""
     loads: list[LoadJob] = field(default_factory=list)
     cancel: list[str] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)

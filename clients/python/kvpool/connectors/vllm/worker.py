@@ -117,7 +117,7 @@ class ConnectorWorker:
         """A step begins: blocks of preempted requests, newly allocated blocks and blocks that left a window may be
         written."""
         try:
-            self._stores.step_begins(jobs.preempted, jobs.overwritten, any_block=not jobs.step)
+            self._stores.step_begins(jobs)
         finally:
             self._raise_generations(jobs)
 
@@ -205,7 +205,6 @@ class ConnectorWorker:
     def start_stores(self, jobs: StepJobs) -> None:
         """Start stores after this step's work, and hold the blocks of finished requests that vLLM left to the
         connector."""
-        self._stores.step_ends()
         self._layerwise_loads.finish()  # what was computed from blocks that did not come must not be stored
         self._new_work()
         for job in jobs.stores:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
 from kvpool.connectors.vllm.engine_introspection import StepStart
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvent, StepEvents
-from kvpool.connectors.vllm.step_jobs import StoreJob, StoreReport, block_table, prompt_of_job
+from kvpool.connectors.vllm.step_jobs import StepJobs, StoreJob, StoreReport, block_table, prompt_of_job
 
 _STORES_MAX = 16  # at once: an agent takes 64 loads and stores of a session
 
@@ -150,26 +150,17 @@ class WorkerStores:
         """Wait up to timeout_s for running stores: the engine's memory is freed afterwards."""
         concurrent.futures.wait(list(self._futures), timeout_s)
 
-    def step_begins(self, preempted: Iterable[str], overwritten: Collection[int], *, any_block: bool = False) -> None:
-        """A step begins that may write to blocks which stores have not read yet: those stores are dropped.
-
-        preempted: requests, all of whose blocks may be written. overwritten: numbers of stores, some of whose blocks
-        may be. any_block: any block may be.
-        """
-        try:
-            for request_id in preempted:
-                for store in self._requests.get(request_id, _Request()).stores:
-                    store.still_valid = False
-            if overwritten or any_block:
-                for request in self._requests.values():
-                    for store in request.stores:
-                        store.still_valid &= not (any_block or store.job.number in overwritten)
-        finally:
-            self._step_start.step_begins()
-
-    def step_ends(self) -> None:
-        """The step's work has been launched."""
-        self._step_start.step_ends()
+    def step_begins(self, jobs: StepJobs) -> None:
+        """A step begins that may write to blocks which stores have not read yet: those stores are dropped."""
+        any_block = not jobs.step
+        for request_id in jobs.preempted:
+            for store in self._requests.get(request_id, _Request()).stores:
+                store.still_valid = False
+        if jobs.overwritten or any_block:
+            for request in self._requests.values():
+                for store in request.stores:
+                    store.still_valid &= not (any_block or store.job.number in jobs.overwritten)
+        self._step_start.step_begins(jobs)
 
     def hold(self, request_ids: Iterable[str]) -> None:
         """vLLM keeps the blocks of these finished requests until `take_finished_sending` returns them."""
