@@ -40,8 +40,10 @@ RULES: dict[str, Rule] = {
     "kvpool.tracing.provider": Rule(may_import=("kvpool", *CORE, "kvpool.tracing", "opentelemetry")),  # its version
     "kvpool.tracing.*": Rule(may_import=(*CORE, "kvpool.tracing", "opentelemetry")),
     "kvpool.client.*": Rule(
-        may_import=(*CORE, *WIRE, "kvpool.tracing.process", "numpy"), inside_functions=("uvloop", "kvpool.client.gpu")
+        may_import=(*CORE, *WIRE, "kvpool.tracing.process", "kvpool.client.streaming_copy", "numpy"),
+        inside_functions=("uvloop", "kvpool.client.gpu"),
     ),
+    "kvpool.client.streaming_copy": Rule(may_import=("numpy",), inside_functions=("numba", "llvmlite")),
     "kvpool.client.gpu.*": GPU_CLIENT,
     "kvpool.client.gpu_*": GPU_CLIENT,
     "kvpool.cuda.*": Rule(may_import=(*CORE, "numpy")),

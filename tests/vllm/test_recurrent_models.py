@@ -175,18 +175,25 @@ def test_chunked_prefill_and_requests_at_once(served: Served, cluster: Cluster) 
 
 
 def test_states_of_generated_tokens_are_found_again(served: Served) -> None:
+    """A request that goes on after them gets the tokens that came after them, in bfloat16 too: there vLLM's KV of a
+    prompt is not that of the same tokens generated one by one, so one token is computed of what it asks."""
     block = served.kind.block
     asked = prompt(block - 20, seed=5)
-    first = served.first.generate(asked, salt="generated", new_tokens=block + 60)
-    turn = asked + first.tokens[0] + prompt(20, seed=6)
-
-    def found() -> bool:
-        served.second.forget()
-        return served.second.generate(turn, salt="generated").cached == [2 * block]
-
-    eventually_sync(found, deadline_s=60)
+    [expected] = served.expected(asked, new_tokens=block + 60)
+    before = served.first.counters()["stored_chunks"]
+    assert served.first.generate(asked, salt="generated", new_tokens=block + 60).tokens == [expected]
+    served.first.await_stored(int(before) + 2 * served.kind.groups)
+    tokens = asked + expected
     served.second.forget()
-    assert served.second.generate(turn, salt="generated", new_tokens=4).tokens == served.expected(turn, new_tokens=4)
+    gone_on = served.second.generate(tokens[: 2 * block + 1], salt="generated")
+    assert gone_on.cached == [2 * block]
+    assert gone_on.tokens == [tokens[2 * block + 1 :][:12]]
+    turn = tokens + prompt(20, seed=6)
+    served.second.forget()
+    answer = served.second.generate(turn, salt="generated", new_tokens=4)
+    assert answer.cached == [2 * block]
+    if served.kind.dtype == "float32":
+        assert answer.tokens == served.expected(turn, new_tokens=4)
 
 
 def test_a_tiny_cache(served: Served, cluster: Cluster) -> None:
