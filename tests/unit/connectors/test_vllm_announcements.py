@@ -356,6 +356,15 @@ def test_blocks_that_kernels_take_in_parts_have_a_generation_for_each(generation
     assert session.announced == [(b"a" * 16, [6, 7, 8, 9], [0] * 4)]
 
 
+def test_a_step_that_failed_before_the_connector_heard_of_it_ends_all_that_was_announced(
+    generations: BlockGenerations,
+) -> None:
+    worker = a_worker(generations, Session())
+    for step, raised in ((1, 0), (2, 0), (4, 1)):
+        worker.handle_preemptions(StepJobs(step=step, scheduler="one", written=block_id_array([])))
+        assert everything(generations) == [raised] * 16
+
+
 @pytest.mark.parametrize(
     "jobs",
     [

@@ -113,7 +113,9 @@ def test_the_scheduler_gets_the_blocks_that_running_requests_were_given(
         scheduled_cached_reqs=running,
     )
     assert connector.build_connector_meta(output).jobs.step == 1
-    assert given == [[1, 2, 3]]
+    # 9: of a request that was admitted and preempted in the same step, which is in no list.
+    connector.build_connector_meta(SimpleNamespace(**vars(output), new_block_ids_to_zero=[2, 9]))
+    assert given == [[1, 2, 3], [1, 2, 3, 2, 9]]
 
 
 def test_after_a_step_that_was_not_built_no_block_is_taken_for_unchanged(

@@ -236,7 +236,7 @@ def test_no_layout_is_asked_for_beside_recurrent_state() -> None:
     assert required_kv_cache_layout(settings, config, config) == "BLHNC"
 
 
-async def waits(passed: asyncio.Task[None]) -> bool:
+async def waits(passed: asyncio.Task[bool]) -> bool:
     for _ in range(5):
         await asyncio.sleep(0)
     return not passed.done()
@@ -298,14 +298,51 @@ async def test_each_rank_of_a_process_is_to_be_notified_itself() -> None:
 
 
 @pytest.mark.usefixtures("no_stacks")
-async def test_a_step_that_is_given_up_is_not_waited_for() -> None:
+async def test_after_a_step_that_has_failed_it_is_not_known_what_was_written() -> None:
     start, first, second = StepStart(), StepJobs(step=1, scheduler="a"), StepJobs(step=2, scheduler="a")
+    step_arrives(first)
     start.step_begins(first)
     step_arrives(second)
     passed = asyncio.create_task(start.passed())
     assert await waits(passed)
     del second
-    await asyncio.wait_for(passed, PATIENCE_S)
+    assert not await asyncio.wait_for(passed, PATIENCE_S)
+    assert not await start.passed()  # nor later
+    third = StepJobs(step=3, scheduler="a")
+    step_arrives(third)
+    assert start.misses_steps(third)
+    start.step_begins(third)
+    assert await start.passed()
+    assert not start.misses_steps(StepJobs(step=4, scheduler="a"))
+    assert not start.misses_steps(StepJobs(step=9, scheduler="another"))
+
+
+@pytest.mark.usefixtures("no_stacks")
+async def test_a_failed_step_hides_no_step_before_it() -> None:
+    start = StepStart()
+    first, second, third = (StepJobs(step=step, scheduler="a") for step in (1, 2, 3))
+    step_arrives(first)
+    start.step_begins(first)
+    step_arrives(second)
+    step_arrives(third)
+    del third
+    assert not await asyncio.wait_for(start.passed(), PATIENCE_S)
+    assert second.arrival == first.arrival + 1
+
+
+@pytest.mark.usefixtures("no_stacks")
+async def test_steps_that_arrive_later_are_not_waited_for() -> None:
+    """With pipeline parallelism a step arrives in nearly every moment."""
+    start = StepStart()
+    first, second, third = (StepJobs(step=step, scheduler="a") for step in (1, 2, 3))
+    step_arrives(first)
+    start.step_begins(first)
+    step_arrives(second)
+    passed = asyncio.create_task(start.passed())
+    assert await waits(passed)
+    start.step_begins(second)
+    step_arrives(third)
+    assert await asyncio.wait_for(passed, PATIENCE_S)
 
 
 @pytest.mark.usefixtures("no_stacks")

@@ -311,13 +311,17 @@ def test_loads_of_all_groups_arrive_together_in_one_process() -> None:
         (StepJobs(step=2, overwritten=[1]), False),
         (StepJobs(step=2, overwritten=[7]), True),
         (StepJobs(step=0), False),  # nothing is known of that step
+        (StepJobs(step=2, scheduler="one"), True),
+        (StepJobs(step=3, scheduler="one"), False),  # nothing is known of the step before it
     ],
 )
 def test_what_was_not_read_of_blocks_that_are_used_again_is_not_stored(jobs: StepJobs, kept: bool) -> None:
     pool = Pool()
     world = GroupsWorld(pool, Pool())
     pool.before_kept = lambda: world.side.handle_preemptions(jobs)
-    world.side.start_stores(StepJobs(step=1, stores=[a_window_store()]))
+    first = StepJobs(step=1, scheduler="one", stores=[a_window_store()])
+    world.side.handle_preemptions(first)
+    world.side.start_stores(first)
     assert pool.kept == [kept]
 
 

@@ -282,7 +282,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
         try:
             preempted, blocks = output.preempted_req_ids or (), output.kv_connector_block_state
-            new_blocks = _blocks_of_running(output) if self._scheduler.needs_new_blocks else ()
+            new_blocks = _written_blocks(output) if self._scheduler.needs_new_blocks else []
             checkpoints = getattr(blocks, "boundary_state_offloads", {})  # of recurrent state, which is refused without
             return self._scheduler.build_jobs(
                 output.num_scheduled_tokens, preempted, blocks.get_block_ids, new_blocks, checkpoints
@@ -384,16 +384,18 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._close.pop()()
 
 
-def _blocks_of_running(output: Any) -> list[int]:
-    """Return the blocks of all groups that a step allocated to running requests.
+def _written_blocks(output: Any) -> list[int]:
+    """Return the blocks of all groups that a step allocated to running requests, and those that it zeroes.
 
-    Those of other requests are passed to `update_state_after_alloc`.
+    Blocks of other requests are passed to `update_state_after_alloc`. vLLM zeroes also blocks of a request that was
+    preempted in the step that allocated them, and is in no list.
     """
     running = output.scheduled_cached_reqs
-    return [
+    allocated = [
         block
         for request_id, groups in zip(running.req_ids, running.new_block_ids, strict=True)
         if groups is not None and request_id not in running.resumed_req_ids
         for blocks in groups
         for block in blocks
     ]
+    return [*allocated, *(getattr(output, "new_block_ids_to_zero", None) or ())]

@@ -100,14 +100,15 @@ def required_kv_cache_layout(settings: VllmSettings, vllm_config: Any, outer: An
     return LAYOUT_BLOCK_MAJOR if on_gpu and outer is vllm_config and not recurrent else None
 
 
-# Of each scheduler, the newest jobs that are in this process, as long as their step is.
-_newest_jobs: weakref.WeakValueDictionary[str, StepJobs] = weakref.WeakValueDictionary()
+# Of each scheduler whose steps arrive in this process: how many have, and the jobs of the newest.
+_arrivals: dict[str, tuple[int, weakref.ref[StepJobs]]] = {}
 
 
 def step_arrives(jobs: StepJobs) -> None:
     """Note a step's jobs when they are built or unpickled: before the model runner gets the step."""
     if jobs.scheduler:
-        _newest_jobs[jobs.scheduler] = jobs
+        jobs.arrival = _arrivals[jobs.scheduler][0] + 1 if jobs.scheduler in _arrivals else 1
+        _arrivals[jobs.scheduler] = (jobs.arrival, weakref.ref(jobs))
 
 
 class StepStart:
@@ -121,22 +122,27 @@ class StepStart:
     """
 
     def __init__(self) -> None:
-        self._known: StepJobs | None = None  # of the last step that the connector has been notified of
+        # Of the last step that the connector has been notified of.
+        self._scheduler, self._step, self._arrival = "", 0, 0
 
     def step_begins(self, jobs: StepJobs) -> None:
         """Called by `handle_preemptions` after what the step writes to has been noted."""
-        self._known = jobs
+        self._scheduler, self._step, self._arrival = jobs.scheduler, jobs.step, jobs.arrival
 
-    async def passed(self) -> None:
+    def misses_steps(self, jobs: StepJobs) -> bool:
+        """Whether steps before this one have failed before the connector was notified: what they wrote to is not
+        known."""
+        return bool(jobs.scheduler) and jobs.scheduler == self._scheduler and 0 < self._step < jobs.step - 1
+
+    async def passed(self) -> bool:
         """Return once the connector has been notified of all steps that had begun before the call. Runs on any event
-        loop."""
-        while not self._knows_all():  # noqa: ASYNC110  steps begin on a thread that must not wait for this one
-            await asyncio.sleep(_STEP_POLL_S)
-
-    def _knows_all(self) -> bool:
-        known = self._known
-        newest = _newest_jobs.get(known.scheduler) if known is not None else None
-        return newest is None or newest is known
+        loop. False: one of them has failed before, and what it wrote to is not known."""
+        newest, jobs = _arrivals.get(self._scheduler, (0, None))
+        while self._arrival < newest:
+            if jobs is None or jobs() is None:
+                return self._arrival >= newest  # the connector may have been notified just before
+            await asyncio.sleep(_STEP_POLL_S)  # steps begin on a thread that must not wait for this one
+        return True
 
 
 class WeightVersion:

@@ -109,6 +109,7 @@ class StepJobs:
     computes:  whether this step or the one before it, which may still be running, computes anything.
     announce:  chunks in the GPU cache. Their blocks have kept their bytes until this step.
     written:   [B] int32, newly allocated blocks, written from this step on; None: not known.
+    arrival:   how many steps of the scheduler have arrived in this process, with this one.
     """
 
     step: int
@@ -122,6 +123,7 @@ class StepJobs:
     computes: bool = True
     announce: list[AnnounceJob] = field(default_factory=list)
     written: Blocks | None = None
+    arrival: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,13 +116,14 @@ class ConnectorWorker:
     def handle_preemptions(self, jobs: StepJobs) -> None:
         """A step begins: blocks of preempted requests, newly allocated blocks and blocks that left a window may be
         written."""
+        any_block = True
         try:
-            self._stores.step_begins(jobs)
+            any_block = self._stores.step_begins(jobs)
         finally:
-            self._raise_generations(jobs)
+            self._raise_generations(jobs, any_block)
 
-    def _raise_generations(self, jobs: StepJobs) -> None:
-        """Read the generations of announced blocks, then raise those of blocks that the step writes.
+    def _raise_generations(self, jobs: StepJobs, any_block: bool) -> None:
+        """Read the generations of announced blocks, then raise those of blocks that are written.
 
         Must run before any work of the step is launched.
         """
@@ -133,7 +134,7 @@ class ConnectorWorker:
             for job in jobs.announce:
                 blocks = block_table(job.block_ids, split)
                 self._announced.append((job.hashes, blocks, self._generations.of(blocks)))
-            if jobs.step and jobs.written is not None:
+            if not any_block and jobs.written is not None:
                 self._generations.raise_blocks(block_table(jobs.written, split))
                 ended = True
         finally:

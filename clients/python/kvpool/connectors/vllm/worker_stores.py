@@ -150,9 +150,12 @@ class WorkerStores:
         """Wait up to timeout_s for running stores: the engine's memory is freed afterwards."""
         concurrent.futures.wait(list(self._futures), timeout_s)
 
-    def step_begins(self, jobs: StepJobs) -> None:
-        """A step begins that may write to blocks which stores have not read yet: those stores are dropped."""
-        any_block = not jobs.step
+    def step_begins(self, jobs: StepJobs) -> bool:
+        """A step begins that may write to blocks which stores have not read yet: those stores are dropped.
+
+        True: it is not known which blocks were written, and all stores are dropped.
+        """
+        any_block = not jobs.step or self._step_start.misses_steps(jobs)
         for request_id in jobs.preempted:
             for store in self._requests.get(request_id, _Request()).stores:
                 store.still_valid = False
@@ -161,6 +164,7 @@ class WorkerStores:
                 for store in request.stores:
                     store.still_valid &= not (any_block or store.job.number in jobs.overwritten)
         self._step_start.step_begins(jobs)
+        return any_block
 
     def hold(self, request_ids: Iterable[str]) -> None:
         """vLLM keeps the blocks of these finished requests until `take_finished_sending` returns them."""
@@ -197,8 +201,7 @@ class WorkerStores:
             left = len(starts)
 
             async def still_valid() -> bool:
-                await self._step_start.passed()
-                return store.still_valid
+                return await self._step_start.passed() and store.still_valid
 
             async def window(chunks: range) -> None:
                 nonlocal left
