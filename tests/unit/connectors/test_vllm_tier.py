@@ -184,11 +184,22 @@ def test_a_look_up_is_asked_once_a_step_and_answered_later() -> None:
     assert world.lookups.verdict(b"a", "other") is None  # the same key of another request
     assert world.store.asked == []
     world.lookups.flush(world.store)
-    assert world.store.asked == [keys("a", "b")]
+    assert world.store.asked == [keys("a"), keys("b")]
     assert [world.lookups.verdict(key, "r") for key in keys("a", "b")] == [True, False]
     assert world.lookups.verdict(b"a", "other") is True
     world.lookups.flush(world.store)
-    assert len(world.store.asked) == 1
+    assert len(world.store.asked) == 2
+
+
+def test_the_first_chunks_of_prompts_are_asked_for_apart() -> None:
+    """vLLM asks for no more of a prompt whose first chunk is a miss: an answer about all of them takes longer."""
+    world = World()
+    world.store.held = True
+    for request_id in ("r", "s"):
+        for key in keys("a", "b", "c"):
+            world.lookups.verdict(request_id.encode() + key, request_id)
+    world.lookups.flush(world.store)
+    assert world.store.asked == [keys("ra", "sa"), keys("rb", "rc", "sb", "sc")]
 
 
 def test_a_chunk_that_is_not_there_is_asked_again_for_a_later_request() -> None:
@@ -237,13 +248,13 @@ def test_somebody_waits_for_loads_and_look_ups_that_have_not_ended_and_for_no_st
 def test_few_look_ups_are_on_their_way_at_once_and_the_rest_goes_together() -> None:
     world = World()
     world.store.held = True
-    for number in range(10):
+    for number in range(14):
         world.lookups.verdict(b"%d" % number, "r")
         world.lookups.flush(world.store)
-    assert [len(batch) for batch in world.store.asked] == [1, 1, 1, 1]
+    assert [len(batch) for batch in world.store.asked] == [1] * 8
     world.store.release()
     world.lookups.flush(world.store)
-    assert len(world.store.asked[-1]) == 6
+    assert [len(batch) for batch in world.store.asked[8:]] == [1, 5]
 
 
 def test_a_finished_request_leaves_nothing_to_ask_and_a_failed_call_is_a_miss() -> None:

@@ -115,7 +115,7 @@ class WantedPage:
     """One page of a call. position: of its chunk in the call."""
 
     position: int
-    chunk: ChunkPlace
+    chunk: ChunkPlace = field(hash=False)  # no other has its position
     shard: int
 
 

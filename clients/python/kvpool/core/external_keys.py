@@ -15,6 +15,7 @@ from blake3 import blake3
 from kvpool.core.chunks import HASH_BYTES
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
+from kvpool.core.grid import LARGEST_PAGE_BYTES
 from kvpool.core.keyspace import Dtype, KeyspaceSpec
 from kvpool.core.payload import ShardPayload
 
@@ -57,15 +58,18 @@ def _joined(parts: Iterable[bytes]) -> bytes:
 def object_keyspace(
     *, engine: str, kind: str, model_id: str, model_revision: str, size_bytes: int, salt: bytes
 ) -> KeyspaceSpec:
-    """The keyspace of objects of exactly `size_bytes` bytes, which are cut into cells to make pages of a usual size.
+    """The keyspace of objects of exactly `size_bytes` bytes. One of at most LARGEST_PAGE_BYTES is one page: what a page
+    takes beside its bytes holds a load up as much as copying them. Larger ones are cut to make pages of a usual size.
 
     kind: what the engine calls their arrangement. raises: InvalidRequest for objects of no bytes.
     """
     if size_bytes <= 0:
         raise InvalidRequest(f"objects must have at least one byte, got {size_bytes}")
-    cell_bytes = SMALLEST_CELL_BYTES
-    while -(-size_bytes // cell_bytes) > MAX_CELLS:
-        cell_bytes *= 2
+    cell_bytes = SMALLEST_CELL_BYTES * -(-size_bytes // SMALLEST_CELL_BYTES)
+    if size_bytes > LARGEST_PAGE_BYTES:
+        cell_bytes = SMALLEST_CELL_BYTES
+        while -(-size_bytes // cell_bytes) > MAX_CELLS:
+            cell_bytes *= 2
     return KeyspaceSpec(
         model_id=model_id,
         model_revision=model_revision,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from functools import cache
 from typing import TypeVar
 
 from kvpool.core.errors import InvalidRequest, KvPoolError
@@ -57,7 +58,12 @@ def is_newer(value: int, kind: type[IntEnum]) -> bool:
 
     Such an answer is no error: the part of it that the value is about counts as not there.
     """
-    return value > max(kind)
+    return value > _largest(kind)
+
+
+@cache
+def _largest(kind: type[IntEnum]) -> int:
+    return max(kind)  # an enumeration goes through its members in Python, and answers are many
 
 
 def hashes_to_bytes(hashes: Iterable[bytes]) -> bytes:

@@ -1,4 +1,8 @@
-"""Which chunks the cluster has, for vLLM's scheduler: asked in one batch a step, answered in a later one."""
+"""Which chunks the cluster has, for vLLM's scheduler: asked in two batches a step, answered in a later one.
+
+vLLM stops looking at the first miss of a prefix. So the first chunk of each request is asked for apart: a prompt that the
+cluster does not have waits for the answer about one chunk, not for those about all of its chunks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from kvpool.connectors.vllm.tier.jobs import ChunkStore
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 
 _log = logging.getLogger(f"vllm.{__name__}")
-_BATCHES_MAX = 4  # asked at once; keys of further steps go together in the next one
+_BATCHES_MAX = 8  # asked at once; keys of further steps go together in the next ones
 
 
 @dataclass(slots=True)
@@ -29,7 +33,8 @@ class TierLookups:
         self._known, self._timeout_s, self._now_s = known, timeout_s, now_s
         self._verdicts: dict[str, dict[bytes, bool]] = {}
         self._pending: dict[bytes, _Pending] = {}
-        self._unsent: list[bytes] = []
+        self._first: dict[str, bytes] = {}  # by request, of the keys that are not sent yet
+        self._unsent: list[bytes] = []  # the others
         self._batches: list[tuple[Sequence[bytes], Future[list[bool]]]] = []
         self._answered = False  # one of them, perhaps: vLLM asks for each key again in each step
         self.late_count = 0  # misses because no answer came in time
@@ -48,7 +53,8 @@ class TierLookups:
         pending = self._pending.get(key)
         if pending is None:
             pending = self._pending[key] = _Pending(now_s)
-            self._unsent.append(key)
+            if self._first.setdefault(request_id, key) is not key:
+                self._unsent.append(key)
         elif now_s - pending.asked_s > self._timeout_s:
             verdicts[key] = False
             self.late_count += 1
@@ -61,17 +67,22 @@ class TierLookups:
         return bool(self._batches)
 
     def flush(self, store: ChunkStore) -> None:
-        """Ask what this step wanted to know, all in one."""
+        """Ask what this step wanted to know."""
         self._collect()
-        if not self._unsent or len(self._batches) >= _BATCHES_MAX:
+        if not self._first or len(self._batches) >= _BATCHES_MAX:
             return
+        first, rest = self._first, self._unsent
+        self._first, self._unsent = {}, []
+        for keys in (first.values(), rest):
+            self._ask(store, keys)
+
+    def _ask(self, store: ChunkStore, unsent: Iterable[bytes]) -> None:
         keys = []
-        for key in self._unsent:
+        for key in unsent:
             if self._pending[key].request_ids:
                 keys.append(key)
             else:  # its requests have finished
                 del self._pending[key]
-        self._unsent = []
         if keys:
             answer = store.exists(keys)
             self._batches.append((keys, answer))
@@ -94,7 +105,7 @@ class TierLookups:
         """Forget everything; answers that are on their way are not taken."""
         self._verdicts.clear()
         self._pending.clear()
-        self._unsent, self._batches = [], []
+        self._first, self._unsent, self._batches = {}, [], []
 
     def _note_answer(self, answer: Future[list[bool]]) -> None:
         """In any thread."""
