@@ -1,7 +1,7 @@
 """Which chunks the cluster has, for vLLM's scheduler: asked in two batches a step, answered in a later one.
 
-vLLM stops looking at the first miss of a prefix. So the first chunk of each request is asked for apart: a prompt that the
-cluster does not have waits for the answer about one chunk, not for those about all of its chunks.
+vLLM stops looking at the first miss of a prefix. So the first chunk of each request is asked for apart: a prompt that
+the cluster does not have waits for the answer about one chunk, not for those about all of its chunks.
 """
 
 from __future__ import annotations
