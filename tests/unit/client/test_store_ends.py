@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.standstill import stood_still
 from tests.unit.client.test_store_pool import Index
 
+REPOSITORY = Path(__file__).parents[3]
 CHAIN = ChunkPlace.chain([bytes([number]) * 16 for number in range(1, 4)])
 SPACE = OpenedShards(
     space=KeyspaceShards.of("test", SPEC, ShardGrid.of(SPEC).whole_chunk(2)), keyspace=KEYSPACE, hash_key=bytes(32)
@@ -182,9 +184,8 @@ async def test_closing_the_pool_ends_calls_with_misses_after_their_copies() -> N
             assert await asyncio.to_thread(pool.open, SPACE.space) is None
 
 
-def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
+def use_a_pool_in_a_forked_process() -> None:
     given = {"index_endpoints": ["127.0.0.1:1"], "pagestore": "unix:/nobody", "connect_timeout_s": 0.2}
-    gc.collect()  # channels of earlier tests: gRPC hangs or crashes where a forked process collects them
     pool = StorePages(StoreConfig.of(given), "test")
     child = os.fork()
     if not child:  # pragma: no cover - another process
@@ -194,6 +195,15 @@ def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert pool.find(SPACE, CHAIN) == [False] * 3 and pool.counts.failed_calls == 1
     pool.close()
+
+
+def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
+    """In a process of its own: gRPC hangs or crashes where a forked process collects channels of earlier tests."""
+    run = f"from {__name__} import use_a_pool_in_a_forked_process; use_a_pool_in_a_forked_process()"
+    ended = subprocess.run(
+        [sys.executable, "-c", run], capture_output=True, text=True, timeout=PATIENCE_S, cwd=REPOSITORY, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 async def test_pages_of_a_pool_that_trusts_the_arena_are_sealed_once_by_the_pagestore_for_one_that_does_not() -> None:
