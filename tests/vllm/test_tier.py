@@ -17,6 +17,8 @@ from typing import Any, Self
 
 import pytest
 
+from kvpool.client.config import ClientConfig
+from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.testing import eventually_sync
 from tests.fixtures.direct_cluster import DirectCluster, direct_cluster
 from tests.fixtures.staging import leave_staging
@@ -32,6 +34,22 @@ _PAGE_STEP_BYTES = 1 << 14
 WAYS: dict[str, dict[str, Any]] = {"arena": {}, "streams": {"pagestore": "remote", "host_id": "elsewhere"}}
 _numbers = itertools.count()
 _seeds = itertools.count(1)
+
+
+def pages_of(cluster: DirectCluster) -> int:
+    """In the memory of all pagestores."""
+
+    async def count() -> int:
+        found = 0
+        for host in cluster.stores:
+            control = PageStoreControl(cluster.settings(host)["pagestore"], ClientConfig())
+            try:
+                found += (await control.status()).staging_page_count
+            finally:
+                await control.close()
+        return found
+
+    return asyncio.run(count())
 
 
 class VllmProcess:
@@ -266,6 +284,24 @@ def test_a_reset_serves_nothing_from_before_and_shares_nothing_after(
         third = next(_seeds)
         one.store(third)
         assert two.found(third) == 0
+
+
+def test_what_only_this_process_can_find_goes_with_the_next_reset_and_at_the_end(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster, way: dict[str, Any]
+) -> None:
+    shared_seed, before = next(_seeds), pages_of(cluster)
+    with server(processes[0], cluster.settings("a", **way)) as one:
+        one.store(shared_seed)
+        one("reset")
+        for _ in range(2):
+            one.store(next(_seeds))
+            assert pages_of(cluster) == before + 4 + 4, "what others can find, and this epoch's own"
+            one("reset")
+            eventually_sync(lambda: pages_of(cluster) == before + 4)
+        one.store(next(_seeds))
+    assert pages_of(cluster) == before + 4
+    with server(processes[1], cluster.settings("a", **way)) as two:
+        assert two.comes_back(shared_seed) == 4
 
 
 def test_with_a_weight_version_a_reset_keeps_what_is_stored(

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvpool.client.object_store import AsyncObjects
 from kvpool.client.store_pool import AsyncStorePages
@@ -22,6 +22,7 @@ from kvpool.core.retention import NO_RETENTION, Retention
 _log = logging.getLogger(f"vllm.{__name__}")
 LACKING_S = 60.0  # prompts that many share come again sooner
 FAILED_PAUSE_S = 5.0
+ResultT = TypeVar("ResultT")
 
 
 class ChunkStore(Protocol):
@@ -52,14 +53,18 @@ class ClusterChunks:
     ) -> Future[list[bool]]:
         return self._start(lambda pages: self._of(pages).put(keys, buffers, written=written, retention=retention))
 
+    def clear(self) -> Future[bool]:
+        """Drop all chunks of the keyspace; False if a pagestore could not be asked."""
+        return self._start(lambda pages: self._of(pages).clear())
+
     def _of(self, pages: AsyncStorePages) -> AsyncObjects:
         return AsyncObjects(pages, self._space, self._size_bytes)
 
-    def _start(self, work: Callable[[AsyncStorePages], Awaitable[list[bool]]]) -> Future[list[bool]]:
+    def _start(self, work: Callable[[AsyncStorePages], Awaitable[ResultT]]) -> Future[ResultT]:
         try:
             return self._pages.start(work)
         except KvPoolError as error:  # closed
-            failed: Future[list[bool]] = Future()
+            failed: Future[ResultT] = Future()
             failed.set_exception(error)
             return failed
 

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -68,6 +69,7 @@ _OWN_COUNTERS = {
 # their turn. So a step gives the interpreter up by itself while somebody waits for a load. A shorter switch interval
 # would take it away in the middle of all steps, also beside stores, for which no request waits.
 _YIELD_S = 20e-6
+_DROP_TIMEOUT_S = 2.0  # at the end: the engine's operator waits for it
 
 
 class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where this is checked
@@ -193,6 +195,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         if not self._settings.weight_version:
             if self._events is not None:
                 self._events.clear()
+            self._drop_own_chunks()
             self._epoch, self._chunks = secrets.token_hex(16), None
             self._jobs.forget()
             _log.info("kvpool: after a reset the tier shares nothing from before; weight_version is not set")
@@ -204,8 +207,15 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
 
     def shutdown(self) -> None:
         """Nothing touches vLLM's region any more when this returns."""
+        if (dropped := self._drop_own_chunks()) is not None:
+            wait([dropped], _DROP_TIMEOUT_S)
         self._pages.close()
         self._jobs.close()
+
+    def _drop_own_chunks(self) -> Future[bool] | None:
+        """Begin to drop what was stored since the last reset: no other process knows that epoch. What an engine that is
+        killed leaves is evicted, as nobody reads it."""
+        return self._chunks.clear() if self._epoch and self._chunks is not None else None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
