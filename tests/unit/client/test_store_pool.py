@@ -7,10 +7,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
+from unittest.mock import AsyncMock
 
 import pytest
 
+from kvpool.client import store_pool
 from kvpool.client.index import OpenedKeyspace
+from kvpool.client.object_store import object_space
 from kvpool.client.store_config import StoreConfig
 from kvpool.client.store_pool import AsyncStorePages
 from kvpool.client.store_reading import WindowRead
@@ -69,6 +72,7 @@ class EmptyTransport:
 
     def __init__(self) -> None:
         self.asked: list[tuple[WantedPage, tuple[RemoteSource, ...]]] = []
+        self.windows: list[int] = []
 
     def prepare(self) -> None:
         pass
@@ -81,6 +85,7 @@ class EmptyTransport:
         self, pages: Sequence[WantedPage], sources: Sequence[tuple[RemoteSource, ...]], wait_s: float, take: PayloadCopy
     ) -> WindowRead:
         self.asked += zip(pages, sources, strict=True)
+        self.windows.append(len(pages))
         return WindowRead()
 
     async def write(self, pages: Sequence[WantedPage], wait_s: float, fill: PayloadCopy) -> WindowWritten:
@@ -174,3 +179,41 @@ async def test_one_question_that_fails_fails_the_look_up(made: Make) -> None:
     alone = [ChunkPlace.alone(chunk.chunk_hash) for chunk in CHAIN[:3]]
     assert await pool.find(space, alone) == [False] * 3
     assert pool.counts.failed_calls == 1
+
+
+async def test_a_call_asks_for_fewer_large_pages_at_once_as_they_take_the_room_of_others(made: Make) -> None:
+    transport = EmptyTransport()
+    pool, _ = made(Index(*[0] * 140), transport)
+    chunks = [ChunkPlace.alone(number.to_bytes(16, "big")) for number in range(70)]
+    for size_bytes, windows in ((1 << 20, [64, 6]), (16 << 20, [32, 32, 6])):
+        space = object_space("e", "m", "r", size_bytes, kind="k")
+        transport.windows = []
+        await pool.get(OpenedShards(space=space, keyspace=KEYSPACE, hash_key=bytes(32)), chunks, never)
+        assert transport.windows == windows
+
+
+async def test_a_keyspace_is_cleared_on_all_pagestores_that_answer(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Control:
+        def __init__(self, endpoint: str, config: object) -> None:
+            self._endpoint = endpoint
+
+        async def clear(self, keyspace: bytes, *, timeout_s: float) -> int:
+            asked.append(self._endpoint)
+            if self._endpoint == "dead:1":
+                raise ServiceUnavailable("nobody there")
+            return 1
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(store_pool, "PageStoreControl", Control)
+    index: Any = Index()
+    index.list_nodes = AsyncMock(
+        return_value=[SimpleNamespace(info=SimpleNamespace(endpoint=one)) for one in ("dead:1", "live:1", "live:2")]
+    )
+    pool, space = made(index)
+    assert not await pool.clear(space)
+    assert asked == ["dead:1", "live:1", "live:2"]
+    index.list_nodes.return_value = index.list_nodes.return_value[1:]
+    assert await pool.clear(space)

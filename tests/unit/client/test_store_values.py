@@ -15,7 +15,7 @@ from kvpool.client.store_values import ChunkPlace, consecutive, wanted_pages
 from kvpool.connectors.lmcache_objects import ObjectNames, layout_of_description, layout_of_object, object_key
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.external_keys import foreign_chunk_hash, object_keyspace, object_range
-from kvpool.core.grid import ShardGrid
+from kvpool.core.grid import LARGEST_PAGE_BYTES, ShardGrid
 from kvpool.core.payload import ShardPayload
 
 GIVEN: dict[str, Any] = {"index_endpoints": ["a:1", "b:2"], "pagestore": "unix:/p"}
@@ -65,11 +65,24 @@ def test_chains_are_asked_for_in_runs() -> None:
 
 
 def test_objects_are_cut_into_pages_without_a_gap() -> None:
-    for size_bytes in (1, 4095, 4096, 1 << 20, (32 << 20) + 1, 600 << 20):
+    largest = LARGEST_PAGE_BYTES
+    for size_bytes in (
+        1,
+        4095,
+        4096,
+        1 << 20,
+        largest - 4095,
+        largest - 1,
+        largest,
+        largest + 1,
+        2 * largest + 1,
+        600 << 20,
+    ):
         spec = object_keyspace(engine="e", kind="k", model_id="m", model_revision="r", size_bytes=size_bytes, salt=b"")
         grid = ShardGrid.of(spec)
         shapes = [ShardPayload.of(spec, grid, shard) for shard in range(grid.shard_count)]
         ranges = [object_range(shape, size_bytes) for shape in shapes]
+        assert (len(ranges) == 1) == (size_bytes <= largest)
         assert ranges[0].offset_bytes == 0 and ranges[-1].end_bytes == size_bytes
         assert all(left.end_bytes == right.offset_bytes for left, right in pairwise(ranges))
         assert all(0 < part.size_bytes <= shape.payload_bytes for part, shape in zip(ranges, shapes, strict=True))

@@ -20,7 +20,7 @@ from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.pagestore_link import PagestoreLink
 from kvpool.client.segments import fill_segment
-from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_config import BYTES_IN_FLIGHT_MAX, StoreConfig
 from kvpool.client.store_reading import CopyThreads, WindowRead, all_ended, read_window
 from kvpool.client.store_streams import StreamTransport
 from kvpool.client.store_values import (
@@ -231,8 +231,9 @@ class AsyncStorePages:
         pages = wanted_pages(chunks, [one.shards for one in found])
         try:
             async with self._reads.acquire(ends_at_s), self._transport.use(space) as windows:
-                at_once = min(windows.reads_at_once, self._config.pages_in_flight, windows.pages_max)
-                waiting = self._windows(pages, windows.pages_max, ends_at_s, at_once)
+                pages_max = min(windows.pages_max, self._pages_in_flight(space, pages))
+                at_once = min(windows.reads_at_once, pages_max)
+                waiting = self._windows(pages, pages_max, ends_at_s, at_once)
 
                 async def read() -> None:
                     """One window after the other, while others are read beside it."""
@@ -278,7 +279,8 @@ class AsyncStorePages:
                 async def write(window: Sequence[WantedPage], wait_s: float) -> WindowWritten:
                     return await windows.write(window, wait_s, fill)
 
-                for window, _ in self._windows(missing, windows.pages_max, ends_at_s):
+                pages_max = min(windows.pages_max, self._pages_in_flight(space, missing))
+                for window, _ in self._windows(missing, pages_max, ends_at_s):
                     written = await write_with_retry(write, window, ends_at_s, self._config.room_wait_s)
                     good |= written.good
                     for page, source in written.sources.items():  # the index learns of it a moment later
@@ -295,20 +297,25 @@ class AsyncStorePages:
 
     async def clear(self, space: OpenedShards) -> bool:
         """Drop all pages of the keyspace on every pagestore; False if one of them could not be asked."""
+        self._found.clear()
+
+        async def clear_node(endpoint: str) -> bool:
+            control = PageStoreControl(endpoint, self._config.client)
+            try:
+                await control.clear(space.keyspace, timeout_s=self._config.store_timeout_s)
+            except KvPoolError as error:
+                self.note_failure("clear", error)
+                return False
+            finally:
+                await control.close()
+            return True
+
         try:
             nodes = await self._index.list_nodes(NodeKind.PAGESTORE)
-            for node in nodes:
-                control = PageStoreControl(node.info.endpoint, self._config.client)
-                try:
-                    await control.clear(space.keyspace, timeout_s=self._config.store_timeout_s)
-                finally:
-                    await control.close()
         except KvPoolError as error:
             self.note_failure("clear", error)
             return False
-        finally:
-            self._found.clear()
-        return True
+        return all(await asyncio.gather(*(clear_node(node.info.endpoint) for node in nodes)))
 
     @property
     def connected(self) -> bool:
@@ -324,6 +331,11 @@ class AsyncStorePages:
         self._readers.shutdown(wait=False)
         self._writers.shutdown(wait=False)
 
+    def _pages_in_flight(self, space: OpenedShards, pages: Sequence[WantedPage]) -> int:
+        """So many that a call holds no more slots of an arena than others can spare."""
+        largest = max((space.payload_bytes(shard) for shard in {page.shard for page in pages}), default=1)
+        return max(1, min(self._config.pages_in_flight, BYTES_IN_FLIGHT_MAX // largest))
+
     def _windows(
         self, pages: Sequence[WantedPage], pages_max: int, ends_at_s: float, at_once: int = 1
     ) -> Generator[tuple[Sequence[WantedPage], float], None, None]:
@@ -332,7 +344,7 @@ class AsyncStorePages:
         at_once: how many are in flight, of as many pages together as one would have.
         """
         loop = asyncio.get_running_loop()
-        size = max(1, min(self._config.pages_in_flight, pages_max) // at_once)
+        size = max(1, pages_max // at_once)
         for start in range(0, len(pages), size):
             wait_s = ends_at_s - loop.time()
             if wait_s <= 0:

@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 ResultT = TypeVar("ResultT")
 _RELEASED_TOGETHER = 16
+_RELEASED_BYTES = 128 << 20  # or so many, if that is less: others may wait for the room
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,18 @@ class _TakenLeases:
     """Given back together: a message for each took as long as its copy."""
 
     def __init__(self, session: PageStoreSession) -> None:
-        self._session, self._lease_ids = session, list[int]()
+        self._session, self._lease_ids, self._bytes = session, list[int](), 0
 
-    def add(self, lease_id: int) -> None:
-        self._lease_ids.append(lease_id)
-        if len(self._lease_ids) >= _RELEASED_TOGETHER:
+    def add(self, slot: Slot) -> None:
+        self._lease_ids.append(slot.lease_id)
+        self._bytes += slot.page_bytes
+        if len(self._lease_ids) >= _RELEASED_TOGETHER or self._bytes >= _RELEASED_BYTES:
             self.give_back()
 
     def give_back(self) -> None:
         if self._lease_ids:
             self._session.release_soon(self._lease_ids)
-            self._lease_ids = []
+            self._lease_ids, self._bytes = [], 0
 
 
 async def read_window(
@@ -127,14 +129,14 @@ class _Copying:
                     if isinstance(result, PageFault):
                         await self._give_up(page, slot, result)
                         continue
-                    self._leases.add(slot.lease_id)
+                    self._leases.add(slot)
                     if result:
                         self._read.good.add(page)
         except BaseException:  # cancelled, or a copy that must not fail: the slots are read no more either way
             for _, slot, _ in ended:
-                self._leases.add(slot.lease_id)
+                self._leases.add(slot)
             while (left := self._next_waiting()) is not None:
-                self._leases.add(left[1].lease_id)
+                self._leases.add(left[1])
             raise
         finally:
             self._running -= 1

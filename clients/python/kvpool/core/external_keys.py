@@ -73,7 +73,8 @@ def object_keyspace(
     return KeyspaceSpec(
         model_id=model_id,
         model_revision=model_revision,
-        groups=(KvGroup(layers=-(-size_bytes // cell_bytes), kv_heads=1, head_dim=cell_bytes),),
+        # Sizes of opaque payloads come from cell_bytes alone, and a head has less than 16 MiB.
+        groups=(KvGroup(layers=-(-size_bytes // cell_bytes), kv_heads=1, head_dim=SMALLEST_CELL_BYTES),),
         dtype=Dtype.INT8,
         chunk_tokens=_OBJECT_TOKENS,
         payload=PayloadKind.OPAQUE,

@@ -184,9 +184,9 @@ class TierJobs:
         ready = [job_id for job_id, job in self._open.items() if job.copied is None or job.copied.done()]
         return [self._end(job_id, self._open.pop(job_id)) for job_id in ready]
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is copied any more; every copy has a time limit of its own."""
-        wait([job.copied for job in self._open.values() if job.copied is not None])
+        wait([job.copied for job in self._open.values() if job.copied is not None], timeout_s)
 
     def close(self) -> None:
         """Let go of vLLM's region. Nothing may be begun after it; what has not ended is waited for."""

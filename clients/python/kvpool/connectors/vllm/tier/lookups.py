@@ -16,7 +16,7 @@ from kvpool.connectors.vllm.tier.jobs import ChunkStore
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 
 _log = logging.getLogger(f"vllm.{__name__}")
-_BATCHES_MAX = 8  # asked at once; keys of further steps go together in the next ones
+_BATCHES_MAX = 8  # no step asks while so many are on their way; its keys go with those of later steps
 
 
 @dataclass(slots=True)

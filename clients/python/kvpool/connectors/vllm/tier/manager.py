@@ -69,7 +69,7 @@ _OWN_COUNTERS = {
 # their turn. So a step gives the interpreter up by itself while somebody waits for a load. A shorter switch interval
 # would take it away in the middle of all steps, also beside stores, for which no request waits.
 _YIELD_S = 20e-6
-_DROP_TIMEOUT_S = 2.0  # at the end: the engine's operator waits for it
+_DROP_TIMEOUT_S = 2.0  # twice, at the end: the engine's operator waits for it
 
 
 class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where this is checked
@@ -103,6 +103,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         compile_streaming_copy()  # not in a thread: others may go through the loaded modules meanwhile
         self._lookups = TierLookups(known, self._settings.lookup_timeout_s)
         self._epoch, self._resets = "", 0
+        self._offered = False  # chunks of an epoch of this process's own, to be stored
         self._kinds = kinds_of_kv()
         self._chunks: ClusterChunks | None = None
         self._finished: list[JobResult] = []  # of jobs that ended in a drain
@@ -145,6 +146,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         keys, chunk_ids = list(job_metadata.keys), job_metadata.chunk_ids
         if not options.store:
             keys, chunk_ids = [], ()
+        self._offered |= bool(self._epoch and keys)
         self._jobs.store(self._store, job_id, keys, chunk_ids, options.retention or NO_RETENTION)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -196,7 +198,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
             if self._events is not None:
                 self._events.clear()
             self._drop_own_chunks()
-            self._epoch, self._chunks = secrets.token_hex(16), None
+            self._epoch, self._chunks, self._offered = secrets.token_hex(16), None, False
             self._jobs.forget()
             _log.info("kvpool: after a reset the tier shares nothing from before; weight_version is not set")
 
@@ -207,6 +209,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
 
     def shutdown(self) -> None:
         """Nothing touches vLLM's region any more when this returns."""
+        if self._offered:
+            self._jobs.drain(_DROP_TIMEOUT_S)
         if (dropped := self._drop_own_chunks()) is not None:
             wait([dropped], _DROP_TIMEOUT_S)
         self._pages.close()
@@ -215,7 +219,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
     def _drop_own_chunks(self) -> Future[bool] | None:
         """Begin to drop what was stored since the last reset: no other process knows that epoch. What an engine that is
         killed leaves is evicted, as nobody reads it."""
-        return self._chunks.clear() if self._epoch and self._chunks is not None else None
+        return self._chunks.clear() if self._offered and self._chunks is not None else None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
