@@ -202,7 +202,7 @@ async def test_a_keyspace_is_cleared_on_all_pagestores_that_answer(made: Make, m
         async def clear(self, keyspace: bytes, *, timeout_s: float) -> int:
             asked.append(self._endpoint)
             if self._endpoint == "dead:1":
-                raise ServiceUnavailable("nobody there")
+                raise ServiceUnavailable("unreachable")
             return 1
 
         async def close(self) -> None: ...

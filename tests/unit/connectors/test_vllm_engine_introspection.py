@@ -236,6 +236,14 @@ def test_no_layout_is_asked_for_beside_recurrent_state() -> None:
     assert required_kv_cache_layout(settings, config, config) == "BLHNC"
 
 
+def a_start() -> tuple[StepStart, StepJobs]:
+    """One that knows of its scheduler's first step, and that step."""
+    start, first = StepStart(), StepJobs(step=1, scheduler="a")
+    step_arrives(first)
+    start.step_begins(first)
+    return start, first
+
+
 async def waits(passed: asyncio.Task[bool]) -> bool:
     for _ in range(5):
         await asyncio.sleep(0)
@@ -299,9 +307,8 @@ async def test_each_rank_of_a_process_is_to_be_notified_itself() -> None:
 
 @pytest.mark.usefixtures("no_stacks")
 async def test_after_a_step_that_has_failed_it_is_not_known_what_was_written() -> None:
-    start, first, second = StepStart(), StepJobs(step=1, scheduler="a"), StepJobs(step=2, scheduler="a")
-    step_arrives(first)
-    start.step_begins(first)
+    start, _ = a_start()
+    second = StepJobs(step=2, scheduler="a")
     step_arrives(second)
     passed = asyncio.create_task(start.passed())
     assert await waits(passed)
@@ -319,10 +326,8 @@ async def test_after_a_step_that_has_failed_it_is_not_known_what_was_written() -
 
 @pytest.mark.usefixtures("no_stacks")
 async def test_a_failed_step_hides_no_step_before_it() -> None:
-    start = StepStart()
-    first, second, third = (StepJobs(step=step, scheduler="a") for step in (1, 2, 3))
-    step_arrives(first)
-    start.step_begins(first)
+    start, first = a_start()
+    second, third = StepJobs(step=2, scheduler="a"), StepJobs(step=3, scheduler="a")
     step_arrives(second)
     step_arrives(third)
     del third
@@ -333,10 +338,8 @@ async def test_a_failed_step_hides_no_step_before_it() -> None:
 @pytest.mark.usefixtures("no_stacks")
 async def test_steps_that_arrive_later_are_not_waited_for() -> None:
     """With pipeline parallelism a step arrives in nearly every moment."""
-    start = StepStart()
-    first, second, third = (StepJobs(step=step, scheduler="a") for step in (1, 2, 3))
-    step_arrives(first)
-    start.step_begins(first)
+    start, _ = a_start()
+    second, third = StepJobs(step=2, scheduler="a"), StepJobs(step=3, scheduler="a")
     step_arrives(second)
     passed = asyncio.create_task(start.passed())
     assert await waits(passed)

@@ -231,7 +231,7 @@ class AsyncStorePages:
         pages = wanted_pages(chunks, [one.shards for one in found])
         try:
             async with self._reads.acquire(ends_at_s), self._transport.use(space) as windows:
-                pages_max = min(windows.pages_max, self._pages_in_flight(space, pages))
+                pages_max = self._pages_in_flight(space, pages, windows.pages_max)
                 at_once = min(windows.reads_at_once, pages_max)
                 waiting = self._windows(pages, pages_max, ends_at_s, at_once)
 
@@ -279,7 +279,7 @@ class AsyncStorePages:
                 async def write(window: Sequence[WantedPage], wait_s: float) -> WindowWritten:
                     return await windows.write(window, wait_s, fill)
 
-                pages_max = min(windows.pages_max, self._pages_in_flight(space, missing))
+                pages_max = self._pages_in_flight(space, missing, windows.pages_max)
                 for window, _ in self._windows(missing, pages_max, ends_at_s):
                     written = await write_with_retry(write, window, ends_at_s, self._config.room_wait_s)
                     good |= written.good
@@ -331,10 +331,10 @@ class AsyncStorePages:
         self._readers.shutdown(wait=False)
         self._writers.shutdown(wait=False)
 
-    def _pages_in_flight(self, space: OpenedShards, pages: Sequence[WantedPage]) -> int:
+    def _pages_in_flight(self, space: OpenedShards, pages: Sequence[WantedPage], pages_max: int) -> int:
         """So many that a call holds no more slots of an arena than others can spare."""
         largest = max((space.payload_bytes(shard) for shard in {page.shard for page in pages}), default=1)
-        return max(1, min(self._config.pages_in_flight, BYTES_IN_FLIGHT_MAX // largest))
+        return max(1, min(pages_max, self._config.pages_in_flight, BYTES_IN_FLIGHT_MAX // largest))
 
     def _windows(
         self, pages: Sequence[WantedPage], pages_max: int, ends_at_s: float, at_once: int = 1

@@ -65,11 +65,11 @@ def object_keyspace(
     """
     if size_bytes <= 0:
         raise InvalidRequest(f"objects must have at least one byte, got {size_bytes}")
-    cell_bytes = SMALLEST_CELL_BYTES * -(-size_bytes // SMALLEST_CELL_BYTES)
-    if size_bytes > LARGEST_PAGE_BYTES:
-        cell_bytes = SMALLEST_CELL_BYTES
-        while -(-size_bytes // cell_bytes) > MAX_CELLS:
-            cell_bytes *= 2
+    cell_bytes = SMALLEST_CELL_BYTES
+    if size_bytes <= LARGEST_PAGE_BYTES:
+        cell_bytes *= -(-size_bytes // SMALLEST_CELL_BYTES)
+    while -(-size_bytes // cell_bytes) > MAX_CELLS:
+        cell_bytes *= 2
     return KeyspaceSpec(
         model_id=model_id,
         model_revision=model_revision,

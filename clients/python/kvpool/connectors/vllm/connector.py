@@ -282,7 +282,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
         try:
             preempted, blocks = output.preempted_req_ids or (), output.kv_connector_block_state
-            new_blocks = _written_blocks(output) if self._scheduler.needs_new_blocks else []
+            new_blocks = _written_blocks(output) if self._scheduler.needs_new_blocks else ()
             checkpoints = getattr(blocks, "boundary_state_offloads", {})  # of recurrent state, which is refused without
             return self._scheduler.build_jobs(
                 output.num_scheduled_tokens, preempted, blocks.get_block_ids, new_blocks, checkpoints

@@ -137,9 +137,11 @@ class StepStart:
     async def passed(self) -> bool:
         """Return once the connector has been notified of all steps that had begun before the call. Runs on any event
         loop. False: one of them has failed before, and what it wrote to is not known."""
-        newest, jobs = _arrivals.get(self._scheduler, (0, None))
+        if self._scheduler not in _arrivals:
+            return True
+        newest, jobs = _arrivals[self._scheduler]
         while self._arrival < newest:
-            if jobs is None or jobs() is None:
+            if jobs() is None:
                 return self._arrival >= newest  # the connector may have been notified just before
             await asyncio.sleep(_STEP_POLL_S)  # steps begin on a thread that must not wait for this one
         return True

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -103,7 +103,9 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         compile_streaming_copy()  # not in a thread: others may go through the loaded modules meanwhile
         self._lookups = TierLookups(known, self._settings.lookup_timeout_s)
         self._epoch, self._resets = "", 0
-        self._offered = False  # chunks of an epoch of this process's own, to be stored
+        # Whether chunks were to be stored since a reset: no other process can find them, so they are dropped with the
+        # next one and at the end. Those of a killed engine are evicted.
+        self._offered = False
         self._kinds = kinds_of_kv()
         self._chunks: ClusterChunks | None = None
         self._finished: list[JobResult] = []  # of jobs that ended in a drain
@@ -197,7 +199,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         if not self._settings.weight_version:
             if self._events is not None:
                 self._events.clear()
-            self._drop_own_chunks()
+            if self._offered:
+                self._store.clear()
             self._epoch, self._chunks, self._offered = secrets.token_hex(16), None, False
             self._jobs.forget()
             _log.info("kvpool: after a reset the tier shares nothing from before; weight_version is not set")
@@ -211,15 +214,9 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         """Nothing touches vLLM's region any more when this returns."""
         if self._offered:
             self._jobs.drain(_DROP_TIMEOUT_S)
-        if (dropped := self._drop_own_chunks()) is not None:
-            wait([dropped], _DROP_TIMEOUT_S)
+            wait([self._store.clear()], _DROP_TIMEOUT_S)
         self._pages.close()
         self._jobs.close()
-
-    def _drop_own_chunks(self) -> Future[bool] | None:
-        """Begin to drop what was stored since the last reset: no other process knows that epoch. What an engine that is
-        killed leaves is evicted, as nobody reads it."""
-        return self._chunks.clear() if self._offered and self._chunks is not None else None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
