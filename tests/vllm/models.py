@@ -240,7 +240,7 @@ def _change_config(directory: Path, **changes: Any) -> None:
 def _fixed_seed() -> Iterator[None]:
     import torch
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # the CPU's generator alone
         torch.manual_seed(0)
         yield
 

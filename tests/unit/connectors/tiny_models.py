@@ -22,7 +22,7 @@ def tiny(model_class: str, config_class: str, **settings: Any) -> Any:
         "pad_token_id": 0,
     }
     config = getattr(transformers, config_class)(**{**base, **settings})
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # the CPU's generator alone
         torch.manual_seed(0)
         model = getattr(transformers, model_class)(config)
         # Weights as usual make a random model repeat its last token, whatever came before. These keep activations at
