@@ -79,8 +79,8 @@ LISTS = {
         Step("pull-kills", "pull-kills --eager --prefix-tokens 4096 --max-tokens 20480", 500),
     ],
     "hybrid": [  # with `--shape windows --lengths 16384` and `--shape states --lengths 16448`
-        Step("ttft", "ttft --kinds plain,kvpool --count 4 --runs 5 --decode 8,1024,128", 150),
-        Step("load", "load --kinds kvpool --count 4", 100),
+        Step("ttft", "ttft --kinds plain,kvpool --count 4 --runs 5", 100),
+        Step("load", "load --kinds kvpool --count 4", 50),
     ],
     "cpu": [
         Step("bytes", "bytes --kinds kvpool --rounds 2 --prefixes 24", 150),

@@ -122,7 +122,7 @@ class ArenaTransport:
 
 
 class _ArenaWindows:
-    reads_at_once = 2  # while one waits for its last copies, pages of the other arrive
+    reads_at_once = 4  # while one waits for its first answers or last copies, pages of the others are copied
 
     def __init__(
         self,
@@ -358,8 +358,11 @@ class AsyncStorePages:
         except KeyspaceUnknown:  # the index has lost it; opening it again makes the same one
             self._spaces.pop(space.space, None)
             matches = await self._match(await self.open(space.space), chunks, runs)
+        places: dict[int, list[FoundChunk | None]] = {}  # by match: answers that are equal are the same object
         for run, match in zip(runs, matches, strict=True):
-            for position, place in zip(run, self._places(space, match), strict=False):
+            if id(match) not in places:
+                places[id(match)] = list(self._places(space, match))
+            for position, place in zip(run, places[id(match)], strict=False):
                 if place is not None:
                     found[position] = True
                     self._remember(chunks[position].chunk_hash, place)

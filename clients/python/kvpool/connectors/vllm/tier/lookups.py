@@ -62,9 +62,9 @@ class TierLookups:
         pending.request_ids.add(request_id)
         return None
 
-    def is_waiting(self) -> bool:
-        """Whether an answer is on its way."""
-        return bool(self._batches)
+    def answers(self) -> list[Future[list[bool]]]:
+        """Those that are on their way."""
+        return [answer for _, answer in self._batches if not answer.done()]
 
     def flush(self, store: ChunkStore) -> None:
         """Ask what this step wanted to know."""

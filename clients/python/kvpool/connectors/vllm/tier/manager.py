@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Iterable
 from concurrent.futures import wait
 from dataclasses import fields
@@ -41,6 +40,7 @@ from kvpool.connectors.vllm.tier.jobs import ClusterChunks, TierJobs
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.connectors.vllm.tier.lookups import TierLookups
 from kvpool.connectors.vllm.tier.settings import TierSettings
+from kvpool.connectors.vllm.tier.step_yield import StepYield
 from kvpool.core.clock import SystemClock
 from kvpool.core.retention import NO_RETENTION
 
@@ -65,10 +65,6 @@ _OWN_COUNTERS = {
     "resets": "Resets by vLLM, after which nothing from before is served.",
 }
 
-# An engine with nothing to compute asks again and again in Python, where CPython lets threads that copy wait 5 ms for
-# their turn. So a step gives the interpreter up by itself while somebody waits for a load. A shorter switch interval
-# would take it away in the middle of all steps, also beside stores, for which no request waits.
-_YIELD_S = 20e-6
 _DROP_TIMEOUT_S = 2.0  # twice, at the end: the engine's operator waits for it
 
 
@@ -109,6 +105,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         self._kinds = kinds_of_kv()
         self._chunks: ClusterChunks | None = None
         self._finished: list[JobResult] = []  # of jobs that ended in a drain
+        # The steps of data-parallel engines wait for each other.
+        self._yield = StepYield(may_wait=offloading_spec.config.parallel.data_parallel_size == 1)
         self._log_limiter = LogRateLimiter()
         self._shown: dict[str, int] = {}
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events and self._settings.enable_kv_events
@@ -125,6 +123,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         return self._chunks
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._yield.begin(req_context.req_id)
         options = RequestOptions.of(req_context.kv_transfer_params, SystemClock().wall_us)
         req_context.set_state(options)
         if options.refused and self._log_limiter.due("options"):
@@ -140,6 +139,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
             return LookupResult.MISS
         verdict = self._lookups.verdict(key, req_context.req_id)
         if verdict is None:
+            self._yield.note_unanswered(req_context.req_id)
             return LookupResult.RETRY
         return LookupResult.HIT if verdict else LookupResult.MISS
 
@@ -152,7 +152,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         self._jobs.store(self._store, job_id, keys, chunk_ids, options.retention or NO_RETENTION)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._jobs.load(self._store, job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids)
+        request_id = job_metadata.req_context.req_id
+        self._jobs.load(self._store, job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids, request_id)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         finished, self._finished = self._finished, []
@@ -180,12 +181,12 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         return results
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._yield.finish(req_context.req_id)
         self._lookups.finish(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._lookups.flush(self._store)
-        if self._jobs.is_loading() or self._lookups.is_waiting():
-            time.sleep(_YIELD_S)
+        self._yield.end_step(self._jobs.loads(), self._lookups.answers())
 
     def drain_jobs(self) -> None:
         """Wait for all copies, then forget what is stored: vLLM resets its caches, and its weights may change.
