@@ -15,7 +15,7 @@ from kvpool.client import store_pool
 from kvpool.client.index import OpenedKeyspace
 from kvpool.client.object_store import object_space
 from kvpool.client.store_config import StoreConfig
-from kvpool.client.store_pool import AsyncStorePages
+from kvpool.client.store_pool import AsyncStorePages, arena_call_bytes
 from kvpool.client.store_reading import WindowRead
 from kvpool.client.store_values import ChunkPlace, KeyspaceShards, OpenedShards, PayloadCopy, WantedPage
 from kvpool.client.store_writing import WindowWritten
@@ -68,7 +68,7 @@ class Index:
 class EmptyTransport:
     """Pagestores that have nothing of what they are asked for. asked: pages, with the nodes that were named."""
 
-    node_id, connected, pages_max, reads_at_once = b"", True, 64, 1
+    node_id, connected, reads_at_once = b"", True, 1
 
     def __init__(self) -> None:
         self.asked: list[tuple[WantedPage, tuple[RemoteSource, ...]]] = []
@@ -76,6 +76,9 @@ class EmptyTransport:
 
     def prepare(self) -> None:
         pass
+
+    def pages_max(self, payload_bytes: int) -> int:
+        return (512 << 20) // payload_bytes
 
     @asynccontextmanager
     async def use(self, space: OpenedShards) -> AsyncGenerator[EmptyTransport]:
@@ -179,6 +182,11 @@ async def test_one_question_that_fails_fails_the_look_up(made: Make) -> None:
     alone = [ChunkPlace.alone(chunk.chunk_hash) for chunk in CHAIN[:3]]
     assert await pool.find(space, alone) == [False] * 3
     assert pool.counts.failed_calls == 1
+
+
+@pytest.mark.parametrize(("arena_gib", "mib"), [(1, 64), (8, 512), (16, 1024), (500, 1024)])
+def test_a_call_holds_a_part_of_the_arena(arena_gib: int, mib: int) -> None:
+    assert arena_call_bytes(arena_gib << 30) == mib << 20
 
 
 async def test_a_call_asks_for_fewer_large_pages_at_once_as_they_take_the_room_of_others(made: Make) -> None:

@@ -60,10 +60,11 @@ class ScriptedStore:
 
         return self._call(copy)
 
-    def release(self) -> None:
-        """Carry out what is held."""
-        waiting, self._waiting = self._waiting, []
-        for run in waiting:
+    def release(self, count: int | None = None) -> None:
+        """Carry out what is held, or the first so many calls of it."""
+        ready = self._waiting[:count]
+        del self._waiting[:count]
+        for run in ready:
             run()
 
     def _call(self, work: Any) -> Future[list[bool]]:
@@ -201,6 +202,34 @@ def test_the_first_chunks_of_prompts_are_asked_for_apart() -> None:
             world.lookups.verdict(request_id.encode() + key, request_id)
     world.lookups.flush(world.store)
     assert world.store.asked == [keys("ra", "sa"), keys("rb", "rc", "sb", "sc")]
+
+
+def test_a_first_chunk_is_found_together_with_those_behind_it_and_missed_at_once() -> None:
+    """vLLM would load it in a job of its own; a miss lets the request go on."""
+    world = World()
+    world.store.chunks = dict.fromkeys(keys("ra", "rb"), b"x")
+    world.store.held = True
+    for request_id in ("r", "s"):
+        for key in keys("a", "b"):
+            world.lookups.verdict(request_id.encode() + key, request_id)
+    world.lookups.flush(world.store)
+    world.store.release(1)
+    assert world.lookups.verdict(b"sa", "s") is False
+    assert world.lookups.verdict(b"ra", "r") is None and world.lookups.verdict(b"ra", "other") is None
+    assert world.lookups.answers(), "of the others"
+    world.store.release()
+    assert [world.lookups.verdict(key, "r") for key in keys("ra", "rb")] == [True, True]
+    assert world.lookups.verdict(b"ra", "other") is True
+    assert world.lookups.verdict(b"sb", "s") is False
+    assert not world.lookups.answers()
+
+
+def test_a_first_chunk_with_no_other_is_found_at_once() -> None:
+    world = World()
+    world.store.chunks = {b"a": b"x"}
+    world.lookups.verdict(b"a", "r")
+    world.lookups.flush(world.store)
+    assert world.lookups.verdict(b"a", "r") is True
 
 
 def test_a_chunk_that_is_not_there_is_asked_again_for_a_later_request() -> None:

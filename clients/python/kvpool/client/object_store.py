@@ -6,6 +6,7 @@ They go through the pagestore of this host, without an agent. Whatever fails is 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -128,6 +129,7 @@ def _chunks(opened: OpenedShards, keys: Sequence[ObjectKey], retention: Retentio
     return [ChunkPlace.alone(object_hash(opened.hash_key, key), retention) for key in keys]
 
 
+@lru_cache(maxsize=1 << 14)  # what is looked up is read next
 def object_hash(hash_key: bytes, key: ObjectKey) -> bytes:
     """16 bytes for a key, under the keyspace's hash key."""
     if isinstance(key, tuple):

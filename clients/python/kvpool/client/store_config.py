@@ -13,8 +13,6 @@ from kvpool.core.addresses import check_endpoint
 from kvpool.core.errors import InvalidRequest
 
 REMOTE = "remote"
-BYTES_IN_FLIGHT_MAX = 512 << 20
-"""Of the pages of one call, a page at least. What does not fit an arena beside what others hold is a miss."""
 _TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,), "bool": (bool,)}
 
 
@@ -37,7 +35,7 @@ class StoreConfig:
     room_wait_s: float = 1.0  # a call that writes waits so long for the next page that staging has room for
     connect_timeout_s: float = 1.0
     retry_interval_s: float = 0.5  # what could not be reached is left alone for so long
-    pages_in_flight: int = 64  # of one call, and BYTES_IN_FLIGHT_MAX: bounds arena slots that it holds at once
+    pages_in_flight: int = 64  # of one call: bounds arena slots that it holds at once, as does a part of the arena
     calls_in_flight: int = 2  # of each kind; further ones wait
     copy_threads: int = field(default_factory=usual_copy_threads)  # each copies pages, or runs one stream
     trusts_arena: bool = False  # of this host's pagestore: what is there was verified when it came, and is not again

@@ -125,7 +125,13 @@ class _Copying:
             while self._waiting:
                 await in_thread(self._threads.executor, self._take_waiting, ended)
                 while ended:
-                    await self._note(*ended.popleft())
+                    page, slot, result = ended.popleft()
+                    if isinstance(result, PageFault):
+                        await self._give_up(page, slot, result)
+                    else:
+                        self._leases.add(slot)
+                        if result:
+                            self._read.good.add(page)
         except BaseException:  # cancelled, or a copy that must not fail: the slots are read no more either way
             for _, slot, _ in ended:
                 self._leases.add(slot)
@@ -151,15 +157,10 @@ class _Copying:
         except IndexError:
             return None
 
-    async def _note(self, page: WantedPage, slot: Slot, result: bool | PageFault) -> None:
-        if isinstance(result, PageFault):
-            _log.error("kvpool: page %s must not be used: %s", self._space.page_key(page.chunk, page.shard), result)
-            self._read.corrupt_count += 1
-            await _give_up_corrupt(self._session, slot.lease_id)
-            return
-        self._leases.add(slot)
-        if result:
-            self._read.good.add(page)
+    async def _give_up(self, page: WantedPage, slot: Slot, fault: PageFault) -> None:
+        _log.error("kvpool: page %s must not be used: %s", self._space.page_key(page.chunk, page.shard), fault)
+        self._read.corrupt_count += 1
+        await _give_up_corrupt(self._session, slot.lease_id)
 
 
 def _take_page(

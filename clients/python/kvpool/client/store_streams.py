@@ -61,11 +61,9 @@ class StreamTransport:
         for client in clients.values():
             client.close()
 
-    def window_pages(self, space: OpenedShards) -> int:
-        """How many pages of the keyspace may be in flight at once in one call."""
-        shards = range(space.space.shards.bit_length())
-        largest = max(page_bytes(space.payload_bytes(shard)) for shard in shards if space.space.shards >> shard & 1)
-        return max(1, self._window_bytes // largest)
+    def pages_max(self, payload_bytes: int) -> int:
+        """How many pages of so many bytes may be in flight at once in one call."""
+        return max(1, self._window_bytes // page_bytes(payload_bytes))
 
     def client(self, endpoint: str) -> PageTransferClient:
         """The client of an endpoint; idle connections close themselves."""
@@ -144,7 +142,9 @@ class StreamWindows:
     def __init__(self, transport: StreamTransport, space: OpenedShards) -> None:
         self._transport, self._space = transport, space
         self._keyspaces = [(space.keyspace, space.space.spec)]
-        self.pages_max = transport.window_pages(space)
+
+    def pages_max(self, payload_bytes: int) -> int:
+        return self._transport.pages_max(payload_bytes)
 
     async def read(
         self,

@@ -1,7 +1,8 @@
 """Which chunks the cluster has, for vLLM's scheduler: asked in two batches a step, answered in a later one.
 
 vLLM stops looking at the first miss of a prefix. So the first chunk of each request is asked for apart: a prompt that
-the cluster does not have waits for the answer about one chunk, not for those about all of its chunks.
+the cluster does not have waits for the answer about one chunk, not for those about all of its chunks. A first chunk that
+the cluster has is said to be there together with the others, as vLLM would load it in a job of its own before them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ class _Pending:
     request_ids: set[str] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class _Batch:
+    keys: Sequence[bytes]
+    answer: Future[list[bool]]
+    others: Future[list[bool]] | None = None  # about the chunks behind these; those that are found wait for it
+    are_found: bool = False  # all of them: the misses were told
+
+
 class TierLookups:
     """Belongs to the scheduler's thread; nothing waits. A verdict holds for its request until that has finished."""
 
@@ -35,7 +44,7 @@ class TierLookups:
         self._pending: dict[bytes, _Pending] = {}
         self._first: dict[str, bytes] = {}  # by request, of the keys that are not sent yet
         self._unsent: list[bytes] = []  # the others
-        self._batches: list[tuple[Sequence[bytes], Future[list[bool]]]] = []
+        self._batches: list[_Batch] = []
         self._answered = False  # one of them, perhaps: vLLM asks for each key again in each step
         self.late_count = 0  # misses because no answer came in time
 
@@ -64,7 +73,7 @@ class TierLookups:
 
     def answers(self) -> list[Future[list[bool]]]:
         """Those that are on their way."""
-        return [answer for _, answer in self._batches if not answer.done()]
+        return [batch.answer for batch in self._batches if not batch.answer.done()]
 
     def flush(self, store: ChunkStore) -> None:
         """Ask what this step wanted to know."""
@@ -73,20 +82,23 @@ class TierLookups:
             return
         first, rest = self._first, self._unsent
         self._first, self._unsent = {}, []
-        for keys in (first.values(), rest):
-            self._ask(store, keys)
+        first_batch, others = self._ask(store, first.values()), self._ask(store, rest)
+        if first_batch is not None and others is not None:
+            first_batch.others = others.answer
 
-    def _ask(self, store: ChunkStore, unsent: Iterable[bytes]) -> None:
+    def _ask(self, store: ChunkStore, unsent: Iterable[bytes]) -> _Batch | None:
         keys = []
         for key in unsent:
             if self._pending[key].request_ids:
                 keys.append(key)
             else:  # its requests have finished
                 del self._pending[key]
-        if keys:
-            answer = store.exists(keys)
-            self._batches.append((keys, answer))
-            answer.add_done_callback(self._note_answer)
+        if not keys:
+            return None
+        batch = _Batch(keys, store.exists(keys))
+        self._batches.append(batch)
+        batch.answer.add_done_callback(self._note_answer)
+        return batch
 
     def finish(self, request_id: str) -> None:
         """Forget what was found for a request."""
@@ -116,22 +128,34 @@ class TierLookups:
             return
         self._answered = False  # before they are looked at: an answer that comes meanwhile sets it again
         batches, self._batches = self._batches, []
-        for keys, answer in batches:
-            if answer.done():
-                self._apply(keys, answer)
-            else:
-                self._batches.append((keys, answer))
+        for batch in batches:
+            if not batch.answer.done():
+                self._batches.append(batch)
+                continue
+            found = [True] * len(batch.keys) if batch.are_found else _found(batch)
+            if batch.others is None or batch.others.done():
+                self._tell(batch.keys, found)
+                continue
+            missing = [key for key, one in zip(batch.keys, found, strict=True) if not one]
+            self._tell(missing, [False] * len(missing))
+            batch.keys = [key for key, one in zip(batch.keys, found, strict=True) if one]
+            batch.are_found = True
+            self._batches.append(batch)
 
-    def _apply(self, keys: Sequence[bytes], answer: Future[list[bool]]) -> None:
-        found = [False] * len(keys)
-        if not answer.cancelled():
-            error = answer.exception()
-            if error is None:
-                found = answer.result()
-            else:
-                _log.warning("kvpool: a look-up of the tier failed, its chunks are misses: %s", error)
+    def _tell(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         self._known.add(key for key, one in zip(keys, found, strict=True) if one)
         for key, one in zip(keys, found, strict=True):
             for request_id in self._pending.pop(key).request_ids:
                 if request_id in self._verdicts:
                     self._verdicts[request_id].setdefault(key, one)
+
+
+def _found(batch: _Batch) -> list[bool]:
+    """A look-up that failed has found nothing."""
+    if batch.answer.cancelled():
+        return [False] * len(batch.keys)
+    error = batch.answer.exception()
+    if error is None:
+        return batch.answer.result()
+    _log.warning("kvpool: a look-up of the tier failed, its chunks are misses: %s", error)
+    return [False] * len(batch.keys)
