@@ -2,10 +2,13 @@
 
 Rank 0 of everything is on GPU 0. Rank 1 is on GPU 1 where there is one; its agent sees that GPU alone, as its device 0,
 while its engine sees all: UUIDs name the devices. Its agent has no scratch: it moves run by run.
+
+Several processes of pytest may share the GPUs (`-n 4 --dist loadfile`); a test that fills one runs when no other does.
 """
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +19,18 @@ from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
 
 NO_SCRATCH_BYTES = 1 << 20  # below what a burst needs
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No other process's test gives memory of the GPU back, or wants any, while one with the mark `whole_gpu` runs."""
+    alone = request.node.get_closest_marker("whole_gpu") is not None
+    directory = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):  # pytest-xdist: each process has a directory in that of the run
+        directory = directory.parent
+    with (directory / "gpu-memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -105,6 +105,7 @@ def test_memory_of_expandable_segments_is_refused_saying_what_to_set(host: GpuHo
     child.kill()
 
 
+@pytest.mark.whole_gpu
 def test_a_gpu_without_room_for_the_scratch_is_served_with_less(host: GpuHost) -> None:
     """The agent takes its scratch when the first engine comes; others have left it little."""
     filler, guest = host.engine, host.neighbour

@@ -1,8 +1,8 @@
 """Which chunks the cluster has, for vLLM's scheduler: asked in two batches a step, answered in a later one.
 
 vLLM stops looking at the first miss of a prefix. So the first chunk of each request is asked for apart: a prompt that
-the cluster does not have waits for the answer about one chunk, not for those about all of its chunks. A first chunk that
-the cluster has is said to be there together with the others, as vLLM would load it in a job of its own before them.
+the cluster does not have waits for the answer about one chunk, not for those about all of its chunks. One that the
+cluster has is said to be there together with the others: vLLM would load it in a job of its own before them.
 """
 
 from __future__ import annotations
