@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -21,27 +23,40 @@ from tests.fixtures.redis_server import redis_server as redis_server
 NO_SCRATCH_BYTES = 1 << 20  # below what a burst needs
 
 
-@pytest.fixture(autouse=True)
-def gpu_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No other process's test gives memory of the GPU back, or wants any, while one with the mark `whole_gpu` runs."""
-    alone = request.node.get_closest_marker("whole_gpu") is not None
+@pytest.fixture(scope="session")
+def gpu_lock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Held by whoever takes memory of a GPU or gives it back, by a test with the mark `whole_gpu` alone."""
     directory = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # pytest-xdist: each process has a directory in that of the run
         directory = directory.parent
-    with (directory / "gpu-memory.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    return directory / "gpu.lock"
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, how)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory(request: pytest.FixtureRequest, gpu_lock: Path) -> Iterator[None]:
+    with _locked(gpu_lock, fcntl.LOCK_EX if request.node.get_closest_marker("whole_gpu") else fcntl.LOCK_SH):
         yield
 
 
 @pytest.fixture(scope="session")
-def host(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[GpuHost]:
+def host(tmp_path_factory: pytest.TempPathFactory, gpu_lock: Path, redis_server: RedisServer) -> Iterator[GpuHost]:
     driver = Driver.load()
     count = driver.device_count()
     second = driver.device_uuid(min(1, count - 1))
-    with gpu_cluster(tmp_path_factory.mktemp("gpu"), redis_url=redis_server.url) as cluster:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(gpu_cluster(tmp_path_factory.mktemp("gpu"), redis_url=redis_server.url))
         cluster.agent("rank0", "cuda")
         cluster.agent("rank1", "cuda", visible=second, scratch_bytes=str(NO_SCRATCH_BYTES))
         cluster.agent("crowded", "cuda")
         engine, neighbour = cluster.engine("main"), cluster.engine("neighbour")
         cluster.wait_ready()
         yield GpuHost(cluster, engine, neighbour, count)
+        with _locked(gpu_lock, fcntl.LOCK_SH):
+            stack.close()
