@@ -100,10 +100,23 @@ def test_the_boundary_is_the_deepest_that_all_groups_have(
         assert have(groups, prompt, held_chunks, present, early.boundary) or early.boundary == held_chunks
 
 
-def test_what_was_stored_chunk_by_chunk_is_found_in_one_round() -> None:
+def test_what_was_stored_chunk_by_chunk_is_found_in_two_rounds() -> None:
     groups, present = [group(), group(64), group(64)], [set(range(9))] * 3
     search, rounds = searched(groups, a_prompt(20 * CHUNK), 0, present)
-    assert (search.boundary, rounds) == (9, 1)
+    assert (search.boundary, rounds) == (9, 2)
+
+
+def test_what_only_groups_that_keep_all_tokens_lack_is_asked_of_no_other() -> None:
+    search = BoundarySearch([STATE, group(), group(64), group()], a_prompt(20 * CHUNK), 0)
+    assert search.asks() == [(1, 0), (3, 0)]
+    search.found(1, 0, MatchResult(7))
+    search.found(3, 0, MatchResult(0))
+    assert search.asks() == [] and search.boundary == 0
+
+
+def test_windows_and_states_are_found_in_one_round_where_no_group_keeps_all_tokens() -> None:
+    search = BoundarySearch([STATE, group(64)], a_prompt(20 * CHUNK + 1), 0)
+    assert search.asks() == [(0, 19), (1, 0)]
 
 
 def test_a_window_that_lost_its_first_chunks_is_found_in_two_rounds() -> None:
@@ -121,7 +134,7 @@ def test_a_boundary_far_below_the_branch_is_found_in_few_rounds() -> None:
 
 @pytest.mark.parametrize(
     ("states", "boundary", "rounds"),
-    [({29}, 30, 1), ({28, 5}, 29, 3), ({5}, 6, 4), (set(), 0, 3)],
+    [({29}, 30, 2), ({28, 5}, 29, 4), ({5}, 6, 5), (set(), 0, 4)],
     ids=["of the whole prompt", "close to its end", "far from it", "none"],
 )
 def test_states_are_found_wherever_they_are(states: set[int], boundary: int, rounds: int) -> None:
@@ -160,7 +173,7 @@ def test_the_first_chunk_that_a_window_needs(window_tokens: int, end_tokens: int
 def test_several_groups_count_as_one_run_from_the_farthest_source() -> None:
     search = BoundarySearch([group(), group(33)], a_prompt(5 * CHUNK), 1)
     staging, disk = (EngineMatchRun(2, source, 0.0) for source in (EngineSource.STAGING, EngineSource.DISK))
-    assert search.asks() == [(0, 1), (1, 1)]
+    assert search.asks() == [(0, 1)]
     search.found(0, 1, MatchResult(5, runs=(staging, staging)))
     search.found(1, 1, MatchResult(5, runs=(disk, staging)))  # what is on disk has left the window
     assert search.match.runs == (EngineMatchRun(4, EngineSource.STAGING, 0.0),)

@@ -113,3 +113,15 @@ def test_results_of_jobs_say_what_the_release_asks_for(release: str) -> None:
 
     made = module("releases").job_result(JobResult, job_id=3, success=True, transfer_bytes=64)
     assert (made.job_id, made.success, getattr(made, "transfer_bytes", 64)) == (3, True, 64)
+
+
+@pytest.mark.parametrize(
+    ("spec", "wait"),
+    [
+        (SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(data_parallel_size=1))), False),
+        (SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(data_parallel_size=2))), True),
+        (SimpleNamespace(), True),
+    ],
+)
+def test_steps_of_data_parallel_engines_wait_for_each_other(spec: SimpleNamespace, wait: bool) -> None:
+    assert module("releases").steps_wait_for_others(spec) is wait

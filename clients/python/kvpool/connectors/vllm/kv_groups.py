@@ -97,8 +97,9 @@ class BoundarySearch:
     """Finds the deepest chunk boundary that all groups have, by asking which chunks exist from a given one on.
 
     Look up what `asks` returns, pass the results to `found`, and repeat until `asks` is empty or time is up: `boundary`
-    is correct for what is known so far. For recurrent groups only the chunk asked about counts: their states may be
-    anywhere, so that each may be asked about, a few at first and more with each round.
+    is correct for what is known so far. Groups that keep all tokens come first: where they have nothing, the others are
+    not asked, and else only from their windows on. For recurrent groups only the chunk asked about counts: their states
+    may be anywhere, so that each may be asked about, a few at first and more with each round.
     """
 
     def __init__(self, groups: Sequence[KvCacheGroup], prompt: Prompt, held_chunks: int) -> None:
@@ -114,9 +115,10 @@ class BoundarySearch:
 
     def asks(self) -> list[tuple[int, int]]:
         """Return (group, first chunk) of the lookups needed next; empty if `boundary` is the deepest one."""
-        if not any(self._matches):
+        if not any(self._matches) and self._limit > self._held:
+            whole = [number for number, group in enumerate(self._groups) if not group.gives_blocks_back]
             begin = [self._limit - 1 if group.recurrent else self._held for group in self._groups]
-            return list(enumerate(begin)) if self._limit > self._held else []
+            return [(number, begin[number]) for number in whole or range(len(begin))]
         while self._limit > self._held:
             firsts = [self._first(number, self._limit) for number in range(len(self._groups))]
             # What follows a run is not there: no boundary whose window reaches over it is possible.
@@ -140,7 +142,7 @@ class BoundarySearch:
         """Return lookups of the state at the limit and, if no group is known to have it, of one group's states below
         it."""
         wanted = [number for number in self._recurrent if number in lacking]
-        if len(wanted) < len(self._recurrent) or not wanted:
+        if len(wanted) < len(self._recurrent) or not wanted or not self._matches[wanted[0]]:
             return [(number, lacking[number]) for number in wanted]
         self._state_asks *= _ASKS_GROW
         chunks = range(self._limit - 1, max(self._held, self._limit - self._state_asks) - 1, -1)

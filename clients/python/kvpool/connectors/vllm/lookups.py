@@ -29,7 +29,7 @@ _GRACE_S = 1.0  # a match has a deadline of its own; so much later its answer is
 _IDLE_WAITS = 5  # of `lookup_wait_ms`, while the engine computes nothing
 _LOOP_TOKENS = 1 << 14  # more are not hashed on the loop, which has loads to end: 1 ms
 
-_ROUNDS_MAX = 6  # of questions about groups whose windows lack chunks, or states; then what is known decides
+_ROUNDS_MAX = 7  # of questions about groups whose windows lack chunks, or states; then what is known decides
 
 _NO_CHAINS = (Prompt(1, 0, b""),)
 

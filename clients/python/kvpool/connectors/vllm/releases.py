@@ -31,3 +31,10 @@ def job_result(result_class: type, *, transfer_bytes: int, **values: Any) -> Any
     if "transfer_bytes" in {one.name for one in fields(result_class)}:
         values["transfer_bytes"] = transfer_bytes
     return result_class(**values)
+
+
+def steps_wait_for_others(offloading_spec: Any) -> bool:
+    """Whether the steps of other engines may wait for this one's: of data-parallel engines, and where vLLM does not
+    say how many there are."""
+    parallel = getattr(getattr(offloading_spec, "config", None), "parallel", None)
+    return getattr(parallel, "data_parallel_size", 0) != 1

@@ -34,7 +34,7 @@ from kvpool.client.store_values import StoreCounts
 from kvpool.client.streaming_copy import compile_streaming_copy
 from kvpool.connectors.vllm.engine_introspection import kinds_of_kv
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
-from kvpool.connectors.vllm.releases import cache_hit_sources, job_result, tier_arguments
+from kvpool.connectors.vllm.releases import cache_hit_sources, job_result, steps_wait_for_others, tier_arguments
 from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.connectors.vllm.tier.jobs import ClusterChunks, TierJobs
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
@@ -105,8 +105,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         self._kinds = kinds_of_kv()
         self._chunks: ClusterChunks | None = None
         self._finished: list[JobResult] = []  # of jobs that ended in a drain
-        # The steps of data-parallel engines wait for each other.
-        self._yield = StepYield(may_wait=offloading_spec.config.parallel.data_parallel_size == 1)
+        self._yield = StepYield(may_wait=not steps_wait_for_others(offloading_spec))
         self._log_limiter = LogRateLimiter()
         self._shown: dict[str, int] = {}
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events and self._settings.enable_kv_events
