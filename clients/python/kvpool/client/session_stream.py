@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -277,13 +278,17 @@ class SessionStream(Generic[RequestT, ResponseT]):
         self._pending[request_id] = (reply, True)
 
     async def _beat(self, message: RequestT, liveness: LivenessMonitor) -> None:
-        while self.failure is None:
+        """Say something with every other check: a message and its answer take the interpreter from an engine, which
+        has two sessions for each kind of layer."""
+        for is_due in itertools.cycle((True, False)):
             await asyncio.sleep(liveness.check_s)
+            if self.failure is not None:
+                return
             now_s = self._loop.time()
             if liveness.expired(now_s):
                 silent_s = now_s - self.last_received_s
                 self._break(ServiceUnavailable(f"{self._name}: nothing was heard for {silent_s:.1f} s"))
-            else:
+            elif is_due:
                 self.send_soon(message)
 
     async def _write_all(self) -> None:
