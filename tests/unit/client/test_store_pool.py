@@ -184,7 +184,7 @@ async def test_one_question_that_fails_fails_the_look_up(made: Make) -> None:
     assert pool.counts.failed_calls == 1
 
 
-@pytest.mark.parametrize(("arena_gib", "mib"), [(1, 64), (8, 512), (16, 1024), (500, 1024)])
+@pytest.mark.parametrize(("arena_gib", "mib"), [(1, 64), (8, 512), (16, 1024), (500, 1024), (0, 1024)])
 def test_a_call_holds_a_part_of_the_arena(arena_gib: int, mib: int) -> None:
     assert arena_call_bytes(arena_gib << 30) == mib << 20
 

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import sys
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,12 +117,12 @@ def test_results_of_jobs_say_what_the_release_asks_for(release: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "wait"),
-    [
-        (SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(data_parallel_size=1))), False),
-        (SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(data_parallel_size=2))), True),
-        (SimpleNamespace(), True),
-    ],
+    ("engines", "fields", "may_wait"), [(1, "new_req_ids", True), (2, "new_req_ids", False), (1, "", False)]
 )
-def test_steps_of_data_parallel_engines_wait_for_each_other(spec: SimpleNamespace, wait: bool) -> None:
-    assert module("releases").steps_wait_for_others(spec) is wait
+def test_steps_wait_where_vllm_says_what_it_has_scheduled_and_no_engine_waits_for_them(
+    engines: int, fields: str, may_wait: bool
+) -> None:
+    spec = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(data_parallel_size=engines)))
+    context = namedtuple("ScheduleEndContext", fields)  # type: ignore[misc]
+    assert module("releases").steps_may_wait(spec, context) is may_wait
+    assert not module("releases").steps_may_wait(SimpleNamespace(), context)

@@ -218,17 +218,22 @@ def test_a_first_chunk_is_found_together_with_those_behind_it_and_missed_at_once
     assert world.lookups.verdict(b"ra", "r") is None and world.lookups.verdict(b"ra", "other") is None
     assert world.lookups.answers(), "of the others"
     world.store.release()
+    assert world.lookups.verdict(b"rb", "r") is None, "all chunks of a step are judged by the same answers"
+    world.lookups.flush(world.store)
     assert [world.lookups.verdict(key, "r") for key in keys("ra", "rb")] == [True, True]
     assert world.lookups.verdict(b"ra", "other") is True
     assert world.lookups.verdict(b"sb", "s") is False
     assert not world.lookups.answers()
 
 
-def test_a_first_chunk_with_no_other_is_found_at_once() -> None:
+def test_a_first_chunk_with_no_other_behind_it_does_not_wait_for_those_of_other_requests() -> None:
     world = World()
     world.store.chunks = {b"a": b"x"}
-    world.lookups.verdict(b"a", "r")
+    world.store.held = True
+    for key, request_id in ((b"a", "r"), (b"b", "s"), (b"c", "s")):
+        world.lookups.verdict(key, request_id)
     world.lookups.flush(world.store)
+    world.store.release(1)
     assert world.lookups.verdict(b"a", "r") is True
 
 
@@ -255,6 +260,7 @@ def test_a_look_up_without_an_answer_is_a_miss_after_its_time_and_an_answer_that
     assert world.lookups.verdict(b"a", "r") is False
     assert world.lookups.late_count == 1
     world.store.release()
+    world.lookups.flush(world.store)
     assert world.lookups.verdict(b"a", "r") is False
     assert world.lookups.verdict(b"a", "next") is True
 
@@ -265,17 +271,17 @@ def test_requests_wait_for_loads_and_look_ups_that_have_not_ended_and_for_no_sto
     world.store.held = True
     world.jobs.store(world.store, 2, keys("c"), [2])
     assert not world.jobs.loads() and not world.lookups.answers()
-    world.jobs.load(world.store, 3, keys("a"), [5], "r")
+    world.jobs.load(world.store, 3, keys("a"), [5])
     world.lookups.verdict(b"x", "request")
     assert not world.lookups.answers(), "it is not asked yet"
     world.lookups.flush(world.store)
-    assert world.jobs.loads().keys() == {"r"} and len(world.lookups.answers()) == 1
+    assert len(world.jobs.loads()) == 1 and len(world.lookups.answers()) == 1
     world.store.release()
     assert not world.jobs.loads() and not world.lookups.answers()
 
 
 class Pauses:
-    """What a step's end did: "wait" for any of so many, or "yield"."""
+    """What ends of steps did: "wait" for any of so many, or "yield"."""
 
     def __init__(self, may_wait: bool = True) -> None:
         self.made: list[object] = []
@@ -283,30 +289,24 @@ class Pauses:
             may_wait, lambda futures, *_: self.made.append(("wait", len(futures))), lambda _: self.made.append("yield")
         )
 
-    def after(self, *, loads: Sequence[str] = (), answers: int = 0, unanswered: Sequence[str] = ()) -> list[object]:
-        for request in unanswered:
-            self.steps.note_unanswered(request)
+    def after(self, running: int, new: Sequence[str] = ()) -> list[object]:
         self.made = []
-        self.steps.end_step({request: Future() for request in loads}, [Future() for _ in range(answers)])
+        self.steps.end_step(new, [Future() for _ in range(running)])
         return self.made
 
 
-def test_a_step_waits_only_where_all_requests_do() -> None:
+def test_a_step_waits_only_where_nothing_is_computed() -> None:
     pauses = Pauses()
-    for request in ("a", "b"):
-        pauses.steps.begin(request)
-    assert pauses.after() == []
-    assert pauses.after(loads=["a"]) == ["yield"], "b is computed"
-    assert pauses.after(loads=["a"], answers=2, unanswered=["b"]) == [("wait", 3)]
-    assert pauses.after(loads=["a"], answers=2) == ["yield"], "b had its answer in this step"
+    assert pauses.after(0) == []
+    assert pauses.after(3) == [("wait", 3)]
+    assert pauses.after(1, new=["b"]) == ["yield"], "b is computed"
+    assert pauses.after(1) == ["yield"], "b still is"
     pauses.steps.finish("b")
-    assert pauses.after(loads=["a"]) == [("wait", 1)]
+    assert pauses.after(1) == [("wait", 1)]
 
 
 def test_a_step_that_other_engines_wait_for_does_not_wait() -> None:
-    pauses = Pauses(may_wait=False)
-    pauses.steps.begin("a")
-    assert pauses.after(loads=["a"]) == ["yield"]
+    assert Pauses(may_wait=False).after(1) == ["yield"]
 
 
 def test_few_look_ups_are_on_their_way_at_once_and_the_rest_goes_together() -> None:
@@ -352,7 +352,7 @@ def test_chunks_are_stored_and_come_back_into_other_slots() -> None:
     [stored] = world.jobs.ended()
     assert (stored.job_id, stored.success, stored.stored, stored.moved_bytes) == (1, True, keys("a", "b"), 2 * CHUNK)
     expected = [world.chunk(3), world.chunk(5)]
-    world.jobs.load(world.store, 2, keys("b", "a"), [0, 1], "r")
+    world.jobs.load(world.store, 2, keys("b", "a"), [0, 1])
     [loaded] = world.jobs.ended()
     assert (loaded.success, loaded.loaded, loaded.lost) == (True, keys("b", "a"), [])
     assert [world.chunk(1), world.chunk(0)] == expected
@@ -434,7 +434,7 @@ def test_a_chunk_that_the_cluster_has_by_another_engine_is_not_wanted_any_more(h
     assert world.jobs.wants_again()
     world.store.chunks[b"c"] = b"C" * CHUNK
     if how == "loaded":
-        world.jobs.load(world.store, 2, keys("c"), [2], "r")
+        world.jobs.load(world.store, 2, keys("c"), [2])
         world.jobs.ended()
     else:
         world.known.add(keys("c"))
@@ -467,7 +467,7 @@ def test_a_load_names_the_chunks_that_came_and_those_are_misses_that_did_not() -
     world.store.chunks |= {b"a": b"A" * CHUNK}
     world.known.add(keys("a", "b"))
     assert world.lookups.verdict(b"b", "r") is True
-    world.jobs.load(world.store, 1, keys("a", "b"), [0, 1], "r")
+    world.jobs.load(world.store, 1, keys("a", "b"), [0, 1])
     [ended] = world.jobs.ended()
     assert (ended.success, ended.loaded, ended.lost) == (False, keys("a"), keys("b"))
     world.lookups.mark_missing(ended.lost)
@@ -479,7 +479,7 @@ def test_a_copy_that_fails_ends_its_job_and_frees_its_room() -> None:
     world = World(store_chunks_max=1)
     world.store.error = ServiceUnavailable("the pagestore was killed")
     world.jobs.store(world.store, 1, keys("a"), [0])
-    world.jobs.load(world.store, 2, keys("b"), [1], "r")
+    world.jobs.load(world.store, 2, keys("b"), [1])
     assert [(job.job_id, job.success, job.lost) for job in world.jobs.ended()] == [(1, False, ()), (2, False, [b"b"])]
     world.store.error = None
     world.jobs.store(world.store, 3, keys("a"), [0])

@@ -35,7 +35,7 @@ class StoreConfig:
     room_wait_s: float = 1.0  # a call that writes waits so long for the next page that staging has room for
     connect_timeout_s: float = 1.0
     retry_interval_s: float = 0.5  # what could not be reached is left alone for so long
-    pages_in_flight: int = 64  # of one call: bounds arena slots that it holds at once, as does a part of the arena
+    pages_in_flight: int = 64  # arena slots that one call holds at most; fewer large ones, see arena_call_bytes
     calls_in_flight: int = 2  # of each kind; further ones wait
     copy_threads: int = field(default_factory=usual_copy_threads)  # each copies pages, or runs one stream
     trusts_arena: bool = False  # of this host's pagestore: what is there was verified when it came, and is not again

@@ -42,12 +42,17 @@ from kvpool.core.match_sources import remote_sources, shards_to_read
 
 _log = logging.getLogger(__name__)
 _MATCH_CHUNKS_MAX = 1024  # of one query
+_CALL_BYTES_MAX = 1 << 30
 
 
 def arena_call_bytes(arena_bytes: int) -> int:
-    """What one call holds of an arena at most, though a page at least: a sixteenth, as several engines have several
-    calls in flight; and 1 GiB. Where it was 512 MiB, twelve threads had nothing to copy for a quarter of the time."""
-    return min(arena_bytes // 16, 1 << 30)
+    """How much of an arena one call may hold, though always a page: a sixteenth, at most 1 GiB.
+
+    An engine has `calls_in_flight` calls that read and as many that write: with two of each, a quarter of the arena.
+    Twelve threads that copied pages of 16 MiB had nothing to copy for a quarter of the time with 512 MiB (16 virtual
+    processors). arena_bytes: 0 if the pagestore does not say.
+    """
+    return min(arena_bytes // 16 or _CALL_BYTES_MAX, _CALL_BYTES_MAX)
 
 
 class PageWindows(Protocol):

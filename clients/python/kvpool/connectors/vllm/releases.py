@@ -33,8 +33,9 @@ def job_result(result_class: type, *, transfer_bytes: int, **values: Any) -> Any
     return result_class(**values)
 
 
-def steps_wait_for_others(offloading_spec: Any) -> bool:
-    """Whether the steps of other engines may wait for this one's: of data-parallel engines, and where vLLM does not
-    say how many there are."""
+def steps_may_wait(offloading_spec: Any, schedule_end_context: type) -> bool:
+    """Whether a step that computes nothing may wait for a load: vLLM says which requests it has scheduled, and that no
+    other engine waits for this one's steps, as data-parallel engines do."""
     parallel = getattr(getattr(offloading_spec, "config", None), "parallel", None)
-    return getattr(parallel, "data_parallel_size", 0) != 1
+    is_alone = getattr(parallel, "data_parallel_size", 0) == 1
+    return is_alone and "new_req_ids" in getattr(schedule_end_context, "_fields", ())

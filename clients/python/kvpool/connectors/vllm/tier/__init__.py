@@ -6,6 +6,10 @@
                 "index_endpoints": ["127.0.0.1:7100"], "pagestore": "unix:/run/kvpool/pagestore.sock",
                 "model_revision": "main-2026-11-01"}]}}'
 
+vLLM's primary tier is that region. Its promotion of a chunk is a load here, its cascade to this tier a store; RETRY is
+"no answer yet", and HIT_PENDING means that a load is under way. One of vLLM's chunks, blocks_per_chunk blocks of one
+KV cache group, is one object in the cluster.
+
 `settings` has what the tier's JSON may hold. vLLM is imported when it asks for the class, not before.
 """
 

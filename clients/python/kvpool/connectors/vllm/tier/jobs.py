@@ -75,7 +75,6 @@ class _Job:
     copied: Future[list[bool]] | None  # None: nothing had to be
     is_load: bool
     begun_s: float
-    request_id: str = ""  # that waits for it
     buffers: Sequence[memoryview] = ()  # of vLLM's region; released when it has ended
     refused_count: int = 0
     written: list[int] = field(default_factory=list)
@@ -123,13 +122,13 @@ class TierJobs:
         """Of vLLM's region that stores keep pinned now."""
         return len(self._storing) * self._chunk_bytes
 
-    def loads(self) -> dict[str, Future[list[bool]]]:
-        """Loads whose copies have not ended: one for each request that waits for any."""
-        return {
-            job.request_id: job.copied
+    def loads(self) -> list[Future[list[bool]]]:
+        """Copies of loads that have not ended."""
+        return [
+            job.copied
             for job in self._open.values()
             if job.is_load and job.copied is not None and not job.copied.done()
-        }
+        ]
 
     def wants_again(self) -> bool:
         """Whether chunks that were not stored are to be offered again: there are some, and there is room.
@@ -179,12 +178,10 @@ class TierJobs:
             job.copied = store.put(job.keys, job.buffers, job.written, retention)
         self._open[job_id] = job
 
-    def load(
-        self, store: ChunkStore, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int], request_id: str
-    ) -> None:
+    def load(self, store: ChunkStore, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
         """Begin to read chunks into vLLM's region."""
         buffers = [self._chunk(chunk_id) for chunk_id in chunk_ids]
-        self._open[job_id] = _Job(keys, store.get(keys, buffers), True, self._now_s(), request_id, buffers)
+        self._open[job_id] = _Job(keys, store.get(keys, buffers), True, self._now_s(), buffers)
 
     def ended(self) -> list[EndedJob]:
         """Jobs that have ended since the last call."""

@@ -1,8 +1,8 @@
 """Which chunks the cluster has, for vLLM's scheduler: asked in two batches a step, answered in a later one.
 
-vLLM stops looking at the first miss of a prefix. So the first chunk of each request is asked for apart: a prompt that
-the cluster does not have waits for the answer about one chunk, not for those about all of its chunks. One that the
-cluster has is said to be there together with the others: vLLM would load it in a job of its own before them.
+vLLM stops looking at the first miss of a prefix. So the first chunk that a request asks about is looked up apart: a
+prompt that the cluster does not have waits for the answer about one chunk, not for those about all of its chunks. One
+that the cluster has is reported together with the request's others: vLLM would load it in a job of its own before them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,19 @@ class _Pending:
 
 
 @dataclass(slots=True)
+class _Others:
+    """What requests asked about behind their first chunks."""
+
+    request_ids: frozenset[str]
+    answer: Future[list[bool]]
+
+
+@dataclass(slots=True)
 class _Batch:
     keys: Sequence[bytes]
     answer: Future[list[bool]]
-    others: Future[list[bool]] | None = None  # about the chunks behind these; those that are found wait for it
-    are_found: bool = False  # all of them: the misses were told
+    others: _Others | None = None
+    are_found: bool = False  # all of them: the others are reported already
 
 
 class TierLookups:
@@ -46,11 +54,14 @@ class TierLookups:
         self._unsent: list[bytes] = []  # the others
         self._batches: list[_Batch] = []
         self._answered = False  # one of them, perhaps: vLLM asks for each key again in each step
+        self._in_step = False  # so that all keys of a step are judged by the same answers
         self.late_count = 0  # misses because no answer came in time
 
     def verdict(self, key: bytes, request_id: str) -> bool | None:
         """Whether the cluster has it; None: ask again in a later step."""
-        self._collect()
+        if not self._in_step:
+            self._in_step = True
+            self._collect()
         verdicts = self._verdicts.setdefault(request_id, {})
         verdict = verdicts.get(key)
         if verdict is not None:
@@ -76,7 +87,8 @@ class TierLookups:
         return [batch.answer for batch in self._batches if not batch.answer.done()]
 
     def flush(self, store: ChunkStore) -> None:
-        """Ask what this step wanted to know."""
+        """Ask what this step wanted to know, at its end."""
+        self._in_step = False
         self._collect()
         if not self._first or len(self._batches) >= _BATCHES_MAX:
             return
@@ -84,7 +96,8 @@ class TierLookups:
         self._first, self._unsent = {}, []
         first_batch, others = self._ask(store, first.values()), self._ask(store, rest)
         if first_batch is not None and others is not None:
-            first_batch.others = others.answer
+            waiting = frozenset(id for key in others.keys for id in self._pending[key].request_ids)
+            first_batch.others = _Others(waiting, others.answer)
 
     def _ask(self, store: ChunkStore, unsent: Iterable[bytes]) -> _Batch | None:
         keys = []
@@ -133,16 +146,24 @@ class TierLookups:
                 self._batches.append(batch)
                 continue
             found = [True] * len(batch.keys) if batch.are_found else _found(batch)
-            if batch.others is None or batch.others.done():
-                self._tell(batch.keys, found)
+            if batch.others is None or batch.others.answer.done():
+                self._report(batch.keys, found)
                 continue
-            missing = [key for key, one in zip(batch.keys, found, strict=True) if not one]
-            self._tell(missing, [False] * len(missing))
-            batch.keys = [key for key, one in zip(batch.keys, found, strict=True) if one]
+            waiting = batch.others.request_ids
+            held = [
+                one and not self._pending[key].request_ids.isdisjoint(waiting)
+                for key, one in zip(batch.keys, found, strict=True)
+            ]
+            self._report(
+                [key for key, one in zip(batch.keys, held, strict=True) if not one],
+                [one for one, later in zip(found, held, strict=True) if not later],
+            )
+            batch.keys = [key for key, one in zip(batch.keys, held, strict=True) if one]
             batch.are_found = True
-            self._batches.append(batch)
+            if batch.keys:
+                self._batches.append(batch)
 
-    def _tell(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def _report(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         self._known.add(key for key, one in zip(keys, found, strict=True) if one)
         for key, one in zip(keys, found, strict=True):
             for request_id in self._pending.pop(key).request_ids:

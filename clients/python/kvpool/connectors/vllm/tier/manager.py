@@ -34,7 +34,7 @@ from kvpool.client.store_values import StoreCounts
 from kvpool.client.streaming_copy import compile_streaming_copy
 from kvpool.connectors.vllm.engine_introspection import kinds_of_kv
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
-from kvpool.connectors.vllm.releases import cache_hit_sources, job_result, steps_wait_for_others, tier_arguments
+from kvpool.connectors.vllm.releases import cache_hit_sources, job_result, steps_may_wait, tier_arguments
 from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.connectors.vllm.tier.jobs import ClusterChunks, TierJobs
 from kvpool.connectors.vllm.tier.known_keys import KnownKeys
@@ -105,7 +105,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         self._kinds = kinds_of_kv()
         self._chunks: ClusterChunks | None = None
         self._finished: list[JobResult] = []  # of jobs that ended in a drain
-        self._yield = StepYield(may_wait=not steps_wait_for_others(offloading_spec))
+        self._may_wait = steps_may_wait(offloading_spec, ScheduleEndContext)
+        self._yield = StepYield(self._may_wait)
         self._log_limiter = LogRateLimiter()
         self._shown: dict[str, int] = {}
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events and self._settings.enable_kv_events
@@ -122,7 +123,6 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         return self._chunks
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._yield.begin(req_context.req_id)
         options = RequestOptions.of(req_context.kv_transfer_params, SystemClock().wall_us)
         req_context.set_state(options)
         if options.refused and self._log_limiter.due("options"):
@@ -138,7 +138,6 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
             return LookupResult.MISS
         verdict = self._lookups.verdict(key, req_context.req_id)
         if verdict is None:
-            self._yield.note_unanswered(req_context.req_id)
             return LookupResult.RETRY
         return LookupResult.HIT if verdict else LookupResult.MISS
 
@@ -151,8 +150,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         self._jobs.store(self._store, job_id, keys, chunk_ids, options.retention or NO_RETENTION)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        request_id = job_metadata.req_context.req_id
-        self._jobs.load(self._store, job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids, request_id)
+        self._jobs.load(self._store, job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         finished, self._finished = self._finished, []
@@ -185,7 +183,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._lookups.flush(self._store)
-        self._yield.end_step(self._jobs.loads(), self._lookups.answers())
+        new_request_ids = context.new_req_ids if self._may_wait else ()
+        self._yield.end_step(new_request_ids, [*self._jobs.loads(), *self._lookups.answers()])
 
     def drain_jobs(self) -> None:
         """Wait for all copies, then forget what is stored: vLLM resets its caches, and its weights may change.

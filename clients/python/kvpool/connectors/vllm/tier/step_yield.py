@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Final, TypeAlias
@@ -14,11 +14,11 @@ _IDLE_WAIT_S: Final = 2e-3  # a request that comes meanwhile waits so long
 
 
 class StepYield:
-    """Gives the interpreter up while requests wait for the tier.
+    """Gives the GIL up at the end of a step while look-ups or loads are under way.
 
-    An engine with nothing to compute steps again and again in Python, where CPython lets threads that copy wait 5 ms
-    for their turn. So a step waits for an answer or a load where all requests do, as vLLM itself sleeps for a
-    millisecond then, and yields for a moment where only some do. A shorter switch interval would take the interpreter
+    An engine that computes nothing steps again and again in Python, where CPython lets threads that copy wait 5 ms for
+    the GIL. So a step of such an engine waits for the next answer or load, as vLLM itself sleeps for a millisecond
+    then; beside requests that are computed it yields for a moment only. A shorter switch interval would take the GIL
     away in the middle of all steps, also beside stores, for which no request waits.
     """
 
@@ -30,27 +30,17 @@ class StepYield:
     ) -> None:
         """may_wait: False where other engines wait for this one's steps."""
         self._may_wait, self._wait, self._sleep = may_wait, wait, sleep
-        self._requests: set[str] = set()
-        self._unanswered: set[str] = set()
-
-    def begin(self, request_id: str) -> None:
-        """It has come."""
-        self._requests.add(request_id)
+        self._scheduled: set[str] = set()  # requests that are computed, or were until they were preempted
 
     def finish(self, request_id: str) -> None:
-        """It has ended."""
-        self._requests.discard(request_id)
+        """The request has finished."""
+        self._scheduled.discard(request_id)
 
-    def note_unanswered(self, request_id: str) -> None:
-        """One of its look-ups of this step has no answer yet."""
-        self._unanswered.add(request_id)
-
-    def end_step(self, loads: Mapping[str, _Answer], answers: Sequence[_Answer]) -> None:
-        """loads: that have not ended, by request. answers: to look-ups, that are on their way."""
-        unanswered, self._unanswered = self._unanswered, set()
-        if not loads and not answers:
-            return
-        if self._may_wait and self._requests <= loads.keys() | unanswered:
-            self._wait([*loads.values(), *answers], _IDLE_WAIT_S, futures.FIRST_COMPLETED)
-        else:
+    def end_step(self, new_request_ids: Collection[str], running: Sequence[_Answer]) -> None:
+        """new_request_ids: scheduled for the first time in this step. running: look-ups and loads that have not
+        ended."""
+        self._scheduled.update(new_request_ids)
+        if running and self._may_wait and not self._scheduled:
+            self._wait(running, _IDLE_WAIT_S, futures.FIRST_COMPLETED)
+        elif running:
             self._sleep(_YIELD_S)
