@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -145,38 +145,33 @@ class TierLookups:
             if not batch.answer.done():
                 self._batches.append(batch)
                 continue
-            found = [True] * len(batch.keys) if batch.are_found else _found(batch)
-            if batch.others is None or batch.others.answer.done():
-                self._report(batch.keys, found)
-                continue
-            waiting = batch.others.request_ids
-            held = [
-                one and not self._pending[key].request_ids.isdisjoint(waiting)
-                for key, one in zip(batch.keys, found, strict=True)
-            ]
-            self._report(
-                [key for key, one in zip(batch.keys, held, strict=True) if not one],
-                [one for one, later in zip(found, held, strict=True) if not later],
-            )
-            batch.keys = [key for key, one in zip(batch.keys, held, strict=True) if one]
-            batch.are_found = True
-            if batch.keys:
-                self._batches.append(batch)
+            found = dict.fromkeys(batch.keys, True) if batch.are_found else _found(batch)
+            held = self._held(found, batch.others)
+            self._report({key: one for key, one in found.items() if key not in held})
+            if held:
+                self._batches.append(_Batch(list(held), batch.answer, batch.others, are_found=True))
 
-    def _report(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        self._known.add(key for key, one in zip(keys, found, strict=True) if one)
-        for key, one in zip(keys, found, strict=True):
+    def _held(self, found: Mapping[bytes, bool], others: _Others | None) -> set[bytes]:
+        """Keys that are reported with the others of their requests."""
+        if others is None or others.answer.done():
+            return set()
+        waiting = others.request_ids
+        return {key for key, one in found.items() if one and self._pending[key].request_ids & waiting}
+
+    def _report(self, found: Mapping[bytes, bool]) -> None:
+        self._known.add(key for key, one in found.items() if one)
+        for key, one in found.items():
             for request_id in self._pending.pop(key).request_ids:
                 if request_id in self._verdicts:
                     self._verdicts[request_id].setdefault(key, one)
 
 
-def _found(batch: _Batch) -> list[bool]:
+def _found(batch: _Batch) -> dict[bytes, bool]:
     """A look-up that failed has found nothing."""
     if batch.answer.cancelled():
-        return [False] * len(batch.keys)
+        return dict.fromkeys(batch.keys, False)
     error = batch.answer.exception()
     if error is None:
-        return batch.answer.result()
+        return dict(zip(batch.keys, batch.answer.result(), strict=True))
     _log.warning("kvpool: a look-up of the tier failed, its chunks are misses: %s", error)
-    return [False] * len(batch.keys)
+    return dict.fromkeys(batch.keys, False)
