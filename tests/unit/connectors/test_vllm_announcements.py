@@ -11,6 +11,7 @@ import pytest
 
 from kvpool.client.block_generations import BlockGenerations
 from kvpool.client.engine_items import EngineSource
+from kvpool.connectors.vllm.announced_chunks import AnnouncedChunks
 from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.kv_groups import KvCache, KvCacheGroup
 from kvpool.connectors.vllm.scheduler import ConnectorScheduler
@@ -301,7 +302,7 @@ class Session:
         self.announced: list[tuple[bytes, list[int], list[int]]] = []
 
     def announce_cached(self, hashes: bytes, blocks: Any, generations: Any) -> None:
-        self.announced.append((hashes, blocks.tolist(), generations.tolist()))
+        self.announced.append((hashes, blocks.ravel().tolist(), generations.ravel().tolist()))
 
 
 @pytest.fixture
@@ -323,8 +324,8 @@ def a_worker(
     )
 
 
-def announce(blocks: list[int]) -> AnnounceJob:
-    return AnnounceJob(hashes=b"a" * 16, block_ids=block_id_array(blocks))
+def announce(blocks: list[int], name: bytes = b"a") -> AnnounceJob:
+    return AnnounceJob(hashes=name * 16, block_ids=block_id_array(blocks))
 
 
 def everything(generations: BlockGenerations) -> list[int]:
@@ -335,6 +336,7 @@ def everything(generations: BlockGenerations) -> list[int]:
 def test_generations_are_read_before_blocks_are_given_away_in_the_same_step(generations: BlockGenerations) -> None:
     session = Session()
     worker = a_worker(generations, session)
+    worker.start_stores(StepJobs(step=0))
     jobs = StepJobs(step=1, announce=[announce([3, 4]), announce([5, 6])], written=block_id_array([4, 9, 9]))
     worker.handle_preemptions(jobs)
     assert everything(generations) == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1, *[0] * 6]
@@ -385,12 +387,45 @@ def test_a_step_of_which_not_all_is_known_ends_all_that_was_announced(
     assert everything(generations) == [1] * 16
 
 
-def test_an_announcement_without_an_agent_is_dropped(generations: BlockGenerations) -> None:
+def test_an_agent_that_comes_later_hears_what_still_holds(generations: BlockGenerations) -> None:
     connection, session = FakeConnection(None), Session()
     worker = a_worker(generations, None, connection=connection)
-    jobs = StepJobs(step=1, announce=[announce([3, 4])], written=block_id_array([]))
+    for step, (job, written) in enumerate(((announce([3, 4]), []), (announce([5, 6], b"b"), [4])), 1):
+        jobs = StepJobs(step=step, announce=[job], written=block_id_array(written))
+        worker.handle_preemptions(jobs)
+        worker.start_stores(jobs)
+    connection.pool = SimpleNamespace(session=session)
+    worker.start_stores(StepJobs(step=3))
+    assert session.announced == [(b"b" * 16, [5, 6], [0, 0])]
+
+
+def test_an_agent_that_was_started_again_hears_all_that_still_holds_once(generations: BlockGenerations) -> None:
+    """Later requests that find the chunks in the engine's cache announce nothing."""
+    first, second = Session(), Session()
+    connection = FakeConnection(SimpleNamespace(session=first))
+    worker = a_worker(generations, None, connection=connection)
+    jobs = StepJobs(step=1, announce=[announce([3, 4]), announce([5, 6], b"b")], written=block_id_array([9]))
     worker.handle_preemptions(jobs)
     worker.start_stores(jobs)
-    connection.pool = SimpleNamespace(session=session)
-    worker.start_stores(StepJobs(step=2))
-    assert not session.announced
+    connection.pool = SimpleNamespace(session=second)
+    jobs = StepJobs(step=2, announce=[announce([7, 8], b"c")], written=block_id_array([6]))
+    worker.handle_preemptions(jobs)
+    worker.start_stores(jobs)
+    worker.start_stores(StepJobs(step=3))
+    assert first.announced == [(b"a" * 16 + b"b" * 16, [3, 4, 5, 6], [0] * 4)]
+    assert second.announced == [(b"a" * 16 + b"c" * 16, [3, 4, 7, 8], [0] * 4)]
+
+
+def test_no_more_chunks_are_kept_than_the_cache_has_room_for(generations: BlockGenerations) -> None:
+    chunks = AnnouncedChunks(generations)
+    for number in range(12):
+        chunks.add(bytes([number]) * 16, np.array([2 * (number % 8), 2 * (number % 8) + 1]))
+    told = chunks.take(object())
+    assert told is not None
+    assert told.hashes == b"".join(bytes([number]) * 16 for number in range(4, 12))
+
+
+def test_what_is_no_block_has_no_generation(generations: BlockGenerations) -> None:
+    with pytest.raises(IndexError):
+        generations.raise_blocks([3, -1])
+    assert everything(generations) == [0] * 16

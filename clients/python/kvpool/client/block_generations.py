@@ -26,6 +26,11 @@ class BlockGenerations:
         self.region = SharedMemoryRegion(layout.block_count * GENERATION_BYTES, "kvpool-generations")
         self._table = np.frombuffer(self.region.buffer, dtype=np.int64)
 
+    @property
+    def block_count(self) -> int:
+        """Blocks of the cache."""
+        return len(self._table)
+
     def of(self, block_ids: Int64s) -> Int64s:
         """Return the generations of blocks, in the shape of `block_ids`."""
         found: Int64s = self._table[block_ids]
@@ -33,7 +38,10 @@ class BlockGenerations:
 
     def raise_blocks(self, block_ids: Sequence[int] | Int64s) -> None:
         """These blocks will be written. Repetitions count once. raises: IndexError for what is not a block."""
-        self._table[np.asarray(block_ids, dtype=np.int64)] += 1
+        ids = np.asarray(block_ids, dtype=np.int64)
+        if ids.size and ids.min() < 0:
+            raise IndexError(f"{ids.min()} is no block")
+        self._table[ids] += 1
 
     def raise_all(self) -> None:
         """Any block may be written."""

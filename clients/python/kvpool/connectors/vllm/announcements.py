@@ -27,7 +27,12 @@ class Announcements:
     """Announcements of one scheduler, for an engine with one KV cache group.
 
     A chunk is announced once its blocks hold their final bytes: with the first step after vLLM has processed the output
-    of the step that computed it, or after its load has ended.
+    of the step that computed it, or after its load has ended. The worker repeats to a new agent what still holds.
+
+    With a drafter whose last 5 tokens are volatile and chunks of 16: a step computes tokens 0 to 39, the next one 40 to
+    79. When the second is built the first has ended (`ended_tokens` 40), yet its drafter may still write. When the
+    third is built the second has ended (80), so the first is over, drafter and all (`settled_tokens` 40): (40 - 5) //
+    16 = 2 chunks are announced.
     """
 
     def __init__(self, *, chunk_tokens: int, block_tokens: int, volatile_tokens: int) -> None:
@@ -45,7 +50,8 @@ class Announcements:
         self._unannounced.add(request.request_id)
 
     def found(self, request_id: str, held_tokens: int) -> None:
-        """vLLM has found these tokens in its own cache: their chunks were announced when they were computed."""
+        """vLLM has found these tokens in its own cache: their chunks were announced when they were computed, unless
+        their request was aborted in that step."""
         announced = self._requests.get(request_id)
         if announced is not None:
             announced.chunks = held_tokens // self._chunk_tokens

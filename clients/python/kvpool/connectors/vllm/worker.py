@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.block_generations import Int64s
 from kvpool.client.engine_items import LoadResult
 from kvpool.client.handle import AsyncHandle
 from kvpool.client.hashing import Prompt
 from kvpool.client.pool import AsyncPool
 from kvpool.connectors.vllm.agent_connection import AgentConnection, unreachable
+from kvpool.connectors.vllm.announced_chunks import AnnouncedChunks
 from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
 from kvpool.connectors.vllm.layerwise_loads import LayerwiseLoads
 from kvpool.connectors.vllm.settings import VllmSettings
@@ -84,7 +84,7 @@ class ConnectorWorker:
         self._settings, self._connection, self._groups = settings, connection, cache.groups
         self._all_or_nothing, self._generations = cache.all_or_nothing, cache.generations
         self._loads_wait_for_gpu, self._now_s = loads_wait_for_gpu, now_s
-        self._announced: list[tuple[bytes, Int64s, Int64s]] = []  # in this step: chunks, blocks, generations
+        self._announced = AnnouncedChunks(cache.generations) if cache.generations is not None else None
         self._done: deque[Callable[[], None]] = deque()  # appended on the loop, run here
         self._requests: dict[str, _Request] = {}  # whose loads have not ended
         self._waiting: deque[_Load] = deque()  # for an event
@@ -127,13 +127,12 @@ class ConnectorWorker:
 
         Must run before any work of the step is launched.
         """
-        if self._generations is None:
+        if self._generations is None or self._announced is None:
             return
         split, ended = self._groups[0].split, False
         try:
             for job in jobs.announce:
-                blocks = block_table(job.block_ids, split)
-                self._announced.append((job.hashes, blocks, self._generations.of(blocks)))
+                self._announced.add(job.hashes, block_table(job.block_ids, split))
             if not any_block and jobs.written is not None:
                 self._generations.raise_blocks(block_table(jobs.written, split))
                 ended = True
@@ -216,15 +215,14 @@ class ConnectorWorker:
 
     def _announce(self) -> None:
         """Tell the agent what the GPU cache holds. Lost announcements are not an error."""
-        announced, self._announced = self._announced, []
         pools = self._connection.pools
-        if not announced or not pools:
+        session = pools[0].session if pools else None
+        cached = self._announced.take(session) if self._announced is not None else None
+        if cached is None or session is None:
             return
-        hashes = b"".join(one for one, _, _ in announced)
-        blocks, generations = (np.concatenate(parts) for parts in list(zip(*announced, strict=True))[1:])
 
         async def announce() -> None:
-            pools[0].session.announce_cached(hashes, blocks, generations)
+            session.announce_cached(*cached)
 
         with suppress(ServiceUnavailable):  # closed
             self._connection.start(announce)
