@@ -12,10 +12,12 @@ import pytest
 
 from kvpool.client.engine_registration import GpuRegion
 from kvpool.core.elements import Dtype
+from kvpool.core.errors import InvalidRequest
 from kvpool.core.geometry import KvGroup
 from kvpool.core.ipc import IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool_gpuagent.core.cached_chunks import HeldChunks
+from kvpool_gpuagent.engine import host_caches
 from tests.fixtures import layout_presets as presets
 from tests.fixtures.agent import EngineProcess, World, prompt, run_store, running_agent
 from tests.fixtures.patience import PATIENCE_S
@@ -124,3 +126,25 @@ async def test_an_agent_on_the_cpu_serves_such_loads_from_the_pool() -> None:
         assert engine.holds(chain, range(3), at=4)
         await session.close()
         engine.close()
+
+
+@pytest.mark.parametrize(("left_out_s", "sources"), [(3600.0, []), (0.0, [(CHUNKS, "GPU")])])
+async def test_a_source_that_could_not_be_mapped_is_left_out_for_a_while_by_the_session_that_tried(
+    left_out_s: float, sources: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_caches, "OUT_OF_REACH_S", left_out_s)
+    async with peer_host(2) as host:
+        source = await host.rank(SPEC, presets.vllm_nhd_layout, block_count=16)
+        rank, other = [await host.rank(SPEC, presets.vllm_nhd_layout, agent=1, block_count=16) for _ in range(2)]
+        source.announce()
+        await host.announced()
+        device, map_peer = host.devices[1], host.devices[1].map_peer
+
+        async def no_room(*arguments: Any) -> Any:
+            raise InvalidRequest("out of memory")
+
+        monkeypatch.setattr(device, "map_peer", no_room)
+        assert await rank.sources() == []
+        monkeypatch.setattr(device, "map_peer", map_peer)
+        assert await rank.sources() == sources
+        assert await other.sources() == [(CHUNKS, "GPU")]

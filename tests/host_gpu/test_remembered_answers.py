@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.client.hashing import Prompt
 from kvpool.core.elements import Dtype
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
@@ -12,6 +13,7 @@ from kvpool_gpuagent.core.cached_chunks import HeldChunks
 from kvpool_gpuagent.engine import host_caches
 from kvpool_gpuagent.servicer import SharedCaches
 from tests.fixtures import layout_presets as presets
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import CHUNKS, PROMPT, PeerHost, Rank, peer_host
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(2, 2, 16),), dtype=Dtype.BF16, chunk_tokens=32)
@@ -101,3 +103,14 @@ async def test_the_oldest_answers_are_forgotten_first(asked: list[int], monkeypa
         assert await rank.sources(3) == [(1, "GPU")]
         assert (await rank.load()).tokens.gpu == CHUNKS * 32
         assert asked == [CHUNKS, 1, CHUNKS]
+
+
+async def test_prompts_that_begin_alike_have_an_answer_each(asked: list[int]) -> None:
+    async with peer_host(2) as host:
+        source, rank = await two_ranks(host)
+        assert await rank.sources() == [(CHUNKS, "GPU")]
+        other = Prompt(32, 3 * 32 + 1, b"".join([*PROMPT.hashes[:2], b"o" * 16]))
+        await rank.session.match(other.hashes, 0, timeout_s=PATIENCE_S)
+        assert (await rank.load()).tokens.gpu == CHUNKS * 32
+        assert rank.rows(range(CHUNKS)) == source.rows(range(CHUNKS))
+        assert asked == [CHUNKS, 3]

@@ -22,6 +22,7 @@ from kvpool_gpuagent.ports import PeerAgents
 _log = logging.getLogger(__name__)
 
 _MAX_OUT_OF_REACH = 1024
+OUT_OF_REACH_S = 60.0  # what could not be mapped may only have lacked memory
 FIND_TIMEOUT_S = 0.02  # of other agents of the host: a match waits for them
 # A load follows the match that planned it, mostly within milliseconds, and then asks no agent again: what has changed
 # meanwhile the generations after its copy say. After a longer wait more of a prefix may have changed.
@@ -42,33 +43,37 @@ class _Answers:
     """The latest answers of other agents, by what was asked. Belongs to one event loop."""
 
     def __init__(self) -> None:
+        # By keyspace, asking engine (other agents leave out its own caches) and chain; the oldest first.
         self._answers: OrderedDict[tuple[bytes, bytes, bytes], _Answer] = OrderedDict()
 
     def put(self, session: EngineSession, answer: _Answer, now_s: float) -> None:
-        """Remember it in place of an older one for a chain with the same first chunk; forget what has expired, which
-        may have many megabytes."""
+        """Remember it; forget what has expired, which may have many megabytes."""
         while self._answers and next(iter(self._answers.values())).until_s <= now_s:
             self._answers.popitem(last=False)
-        key = self._key(session, answer.chunk_hashes)
+        key = session.rank.keyspace, session.engine_id, answer.chunk_hashes
         self._answers[key] = answer
         self._answers.move_to_end(key)
         if len(self._answers) > _MAX_REMEMBERED:
             self._answers.popitem(last=False)
 
     def get(self, session: EngineSession, chunk_hashes: bytes, now_s: float) -> list[HeldChunks] | None:
-        """Return what was said of these chunks, or of more that follow them; None if that is not known."""
-        answer = self._answers.get(self._key(session, chunk_hashes))
-        if answer is None or now_s >= answer.until_s or not answer.chunk_hashes.startswith(chunk_hashes):
-            return None
-        return [one.leading(len(chunk_hashes) // HASH_BYTES) for one in answer.held]
+        """Return what was last said of these chunks, or of more that follow them; None if that is not known."""
+        for answer in reversed(self._of(session, chunk_hashes).values()):
+            if now_s < answer.until_s:
+                return [one.leading(len(chunk_hashes) // HASH_BYTES) for one in answer.held]
+        return None
 
     def forget(self, session: EngineSession, chunk_hashes: bytes) -> None:
-        """An answer about these chunks was wrong, or has become so."""
-        self._answers.pop(self._key(session, chunk_hashes), None)
+        """An answer about these chunks was wrong, or has become so; so may be others about chains that begin alike."""
+        for key in self._of(session, chunk_hashes[:HASH_BYTES]):
+            del self._answers[key]
 
-    def _key(self, session: EngineSession, chunk_hashes: bytes) -> tuple[bytes, bytes, bytes]:
-        # Other agents leave out the caches of the asking engine.
-        return session.rank.keyspace, session.engine_id, chunk_hashes[:HASH_BYTES]
+    def _of(self, session: EngineSession, beginning: bytes) -> dict[tuple[bytes, bytes, bytes], _Answer]:
+        """Answers about chains that begin so."""
+        asking = session.rank.keyspace, session.engine_id
+        return {
+            key: answer for key, answer in self._answers.items() if key[:2] == asking and key[2].startswith(beginning)
+        }
 
 
 class HostCaches:
@@ -79,7 +84,9 @@ class HostCaches:
     ) -> None:
         """sessions: of this agent. agents: of this host; None where no other is ever asked."""
         self._sessions, self._agents, self._pulls = sessions, agents, pulls
-        self._out_of_reach: set[SourceName] = set()  # no link leads there, or their memory cannot be mapped
+        # By session: sources to which no link leads from its GPU, or whose memory cannot be mapped; and until when they
+        # are left out, on the loop's clock.
+        self._out_of_reach: dict[tuple[bytes, SourceName], float] = {}
         self._answers = _Answers()
         self._mapping: dict[SourceName, asyncio.Future[None]] = {}
 
@@ -139,7 +146,7 @@ class HostCaches:
                     alone = [share for share in shares if share.held.source == source]
                     await self._pull(session, span, alone, stop, ends_at_s)
                 return None
-            self._leave_out(sources, error)
+            self._leave_out(session, sources, error)
         except KvPoolError as error:
             _log.info("chunks of other ranks' caches are loaded from elsewhere: %s", error)
         except Exception:
@@ -154,7 +161,11 @@ class HostCaches:
         if self._agents is None:
             return []
         held = await self._agents.find(session.rank.keyspace, chunk_hashes, session.engine_id, FIND_TIMEOUT_S)
-        unmapped = {one.source for one in held if not self._pulls.is_mapped(session, one.source)} - self._out_of_reach
+        unmapped = {
+            one.source
+            for one in held
+            if not self._pulls.is_mapped(session, one.source) and self._is_in_reach(session, one.source)
+        }
         if unmapped:
             await asyncio.wait([self._map(session, source) for source in unmapped], timeout=FIND_TIMEOUT_S)
             held = [one for one in held if self._pulls.is_mapped(session, one.source)]
@@ -173,17 +184,24 @@ class HostCaches:
         try:
             await self._pulls.map(session, source)
         except (NotServed, InvalidRequest) as error:
-            self._leave_out({source}, error)
+            self._leave_out(session, {source}, error)
         except KvPoolError as error:
             _log.info("a cache of another rank is not mapped yet: %s", error)
         except Exception:
             _log.exception("a cache of another rank could not be mapped")
 
-    def _leave_out(self, sources: set[SourceName], error: KvPoolError) -> None:
+    def _leave_out(self, session: EngineSession, sources: set[SourceName], error: KvPoolError) -> None:
         if len(self._out_of_reach) > _MAX_OUT_OF_REACH:
             self._out_of_reach.clear()
-        self._out_of_reach |= sources
-        _log.warning("a cache of another rank is out of reach, it is not asked again: %s", error)
+        until_s = asyncio.get_running_loop().time() + OUT_OF_REACH_S
+        self._out_of_reach |= {(session.session_id, source): until_s for source in sources}
+        _log.warning(
+            "a cache of another rank is out of reach, it is not asked again for %d s: %s", OUT_OF_REACH_S, error
+        )
+
+    def _is_in_reach(self, session: EngineSession, source: SourceName) -> bool:
+        until_s = self._out_of_reach.get((session.session_id, source), 0.0)
+        return until_s <= asyncio.get_running_loop().time()
 
     def _covering(
         self, session: EngineSession, chunk_hashes: bytes, elsewhere: Sequence[HeldChunks]
@@ -191,6 +209,6 @@ class HostCaches:
         """elsewhere: what caches of other agents' sessions hold."""
         rank, layout = session.rank, session.rank.layout
         held = [*self.held(rank.keyspace, chunk_hashes, session.engine_id), *elsewhere]
-        held = [one for one in held if one.source not in self._out_of_reach]
+        held = [one for one in held if self._is_in_reach(session, one.source)]
         scales, chunk_count = bool(layout.layers[0].scales), len(chunk_hashes) // HASH_BYTES
         return covering(held, layout.layer_range, layout.head_range, scales=scales, chunk_count=chunk_count)

@@ -136,7 +136,7 @@ def connector_scheduler(
                 for geometry, info in zip(geometries, groups, strict=True)
             ],
             prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
-            shared_from_gpu=_shares_gpu_cache(settings, groups),
+            shared_from_gpu=_shares_gpu_cache(settings, kv_cache_config, groups),
             volatile_tokens=groups[0].volatile_tokens,
         ),
         worker_count=parallel.world_size,
@@ -174,7 +174,7 @@ def connector_worker(
     gpu = next((region.memory.device_uuid for region in memory.regions if isinstance(region, GpuRegion)), "")
     place = WorkerPlacement.of(vllm_config.parallel_config, rank, on_gpu=bool(gpu), gpu=gpu)
 
-    shares = _shares_gpu_cache(settings, [group.info for group in groups]) and bool(gpu)
+    shares = _shares_gpu_cache(settings, kv_cache_config, [group.info for group in groups]) and bool(gpu)
     generations = BlockGenerations(memory.layout) if shares else None
 
     rows = next((group for group in groups if not group.info.opaque), None)
@@ -235,12 +235,15 @@ def _keyspaces(settings: VllmSettings, specs: Sequence[KeyspaceSpec], groups: Se
     return tuple(keyspace_name(settings, spec, info) for spec, info in zip(specs, groups, strict=True))
 
 
-def _shares_gpu_cache(settings: VllmSettings, groups: Sequence[KvCacheInfo]) -> bool:
+def _shares_gpu_cache(settings: VllmSettings, kv_cache_config: Any, groups: Sequence[KvCacheInfo]) -> bool:
     """Whether other engines of the host may copy from the engine's GPU cache.
 
-    With several KV cache groups vLLM may write to blocks before it reports that a request has them.
+    With several KV cache groups vLLM may write to blocks before it reports that a request has them. Where it zeroes new
+    blocks, its model runner V2 does so before the worker hears of the step and can raise their generations.
     """
-    return settings.share_gpu_cache and len(groups) == 1 and not groups[0].opaque and not groups[0].window_tokens
+    zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    whole = len(groups) == 1 and not groups[0].opaque and not groups[0].window_tokens
+    return settings.share_gpu_cache and whole and not zeroes
 
 
 def _engine_id(vllm_config: Any) -> bytes:
