@@ -280,8 +280,9 @@ class CacheLoan(Protocol):
         ...
 
     async def check(self, block_ids: BlockIds, timeout_s: float) -> BlockIds:
-        """Return what generations blocks have now, if the session has been alive until now: as many, or none if it has
-        none. Raises Stopped, ServiceUnavailable, DeadlineExceeded."""
+        """Return what generations blocks have now, if the session has been alive until now: as many as were asked for.
+        Raises Stopped, ServiceUnavailable, DeadlineExceeded; InvalidRequest if the session has no generations.
+        """
         ...
 
     async def close(self) -> None:

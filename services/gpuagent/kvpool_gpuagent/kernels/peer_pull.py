@@ -225,10 +225,10 @@ def pull_kernel(
 
 
 def pull_rows(slots: Tensor, data: PullPlanes, scales: PullPlanes | None = None, *, programs: int = PROGRAMS) -> None:
-    """Copy the rows of all layers of all requests' tokens into the own cache, in one launch.
+    """Copy the rows of all layers of a load's tokens into the own cache, in one launch.
 
-    slots:    [T, 2] int64: (source slot, destination slot) of each token, requests one behind the other; on the device
-              or in pinned memory, unchanged until the launch has run. No destination slot twice; sources may repeat.
+    slots:    [T, 2] int64: (source slot, destination slot) of each token; on the device or in pinned memory, unchanged
+              until the launch has run. No destination slot twice; sources may repeat.
     data:     planes in any number of allocations, of any strides, of one or several source GPUs that this device may
               access. Heads: only those that both sides have (TP). What the tables name is not checked on the device.
     scales:   planes of another row size that travel along.
@@ -236,7 +236,8 @@ def pull_rows(slots: Tensor, data: PullPlanes, scales: PullPlanes | None = None,
     raises:   ValueError naming the argument, before any launch.
 
     Moves T * planes * heads * row_bytes bytes over the link and as many into the own memory; equal, bit for bit, to the
-    reference. Runs on the current stream. The owner of the source slots keeps them until it has run.
+    reference. Runs on the current stream. The source's engine may write to its slots meanwhile: what generations of
+    blocks say after the copy decides whether it counts.
     """
     tokens = slots.shape[0]
     arguments = [check_table("slots", slots, torch.int64, 2), tokens]

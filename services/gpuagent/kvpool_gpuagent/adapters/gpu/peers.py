@@ -3,10 +3,10 @@
 Where blocks lie alike in both caches, in long runs, the copy engine moves them instead, and the kernel only what is
 left of a block of which a load skips tokens.
 
-Each destination GPU has one thread that launches its pulls and waits for them, one after another: together they never
-take more multiprocessors than one may, and one that is stopped before its turn copies nothing. Launches are
-prepared beside the copies of the pull before. Sources whose tokens lie in the same slots (ranks of one TP group) share
-one.
+Each destination GPU has one thread that launches its pulls and waits for them, one after another on the same streams:
+together they never take more multiprocessors than one may. Launches are prepared beside the copies of the pull before,
+and the next one is launched before that has ended, so that the link does not wait for its launch; one that is stopped
+until then copies nothing. Sources whose tokens lie in the same slots (ranks of one TP group) share one launch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -29,7 +29,7 @@ from kvpool.core.errors import KvPoolError, NotServed, Stopped
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool_gpuagent.adapters.gpu.cache import GpuCache
-from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime, Int64s, Stream
+from kvpool_gpuagent.adapters.gpu.runtime import GpuRuntime, Int64s, Mark, Stream
 from kvpool_gpuagent.adapters.gpu.transfer_queue import finished
 from kvpool_gpuagent.core.pulls import BlockRuns, CacheSide, PeerPlanes, peer_planes
 from kvpool_gpuagent.kernels.peer_pull import PullPlanes, pull_rows, pull_shape
@@ -173,14 +173,24 @@ class _Prepared:
     slots: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    """A pull that the GPU has been given, whole or (error) in part. marks: behind all of it."""
+
+    at_s: float
+    marks: Sequence[Mark] = ()
+    error: Exception | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """One pull. prepared: None until it is."""
+    """One pull. prepared, launched: None until it is."""
 
     destination: PeerMemory
     parts: Sequence[_PeerRows]
     stop: CancelToken
     prepared: _Prepared | None = None
+    launched: _Launched | None = None
 
 
 class _PullQueue:
@@ -198,6 +208,8 @@ class _PullQueue:
         self._ordinal, self._programs, self._on_broken = ordinal, programs, on_broken
         self._runtime_of = runtime_of
         self._running = 0  # pulls that have not ended; touched on the event loop only
+        self._waiting: deque[_Pull] = deque()  # whose turn has not come; appended on the event loop
+        self._ended_s = 0.0  # when the last copy had
         self._here = threading.local()  # whether the GPU is attached
         self._streams: list[Stream] = []  # of the copying thread; kernels run on the first
         self._lock = threading.Lock()  # of what preparing needs
@@ -211,6 +223,7 @@ class _PullQueue:
         if self._running:
             self._preparing.submit(self._prepare_ahead, pull)
         self._running += 1
+        self._waiting.append(pull)
         copying = asyncio.get_running_loop().run_in_executor(self._copying, self._pull, pull)
         copying.add_done_callback(self._ended)
         return copying
@@ -226,6 +239,7 @@ class _PullQueue:
     # On the copying thread
 
     def _pull(self, pull: _Pull) -> PulledBytes:
+        self._waiting.remove(pull)  # the first
         if self._broken is not None:
             raise self._broken
         try:
@@ -240,27 +254,45 @@ class _PullQueue:
             _log.error("a pull from a peer's cache could not be prepared", exc_info=error)
             raise KvPoolError(f"the pull could not be prepared on the GPU ({error}); recompute these tokens") from error
         try:
-            if pull.stop.cancelled:
-                raise Stopped("the pull was ended before it began")
-            return self._copied(runtime, prepared)
+            if pull.launched is None:
+                if pull.stop.cancelled:
+                    raise Stopped("the pull was ended before it began")
+                pull.launched = self._launch(runtime, prepared)
+            self._launch_next(runtime)
+            return self._copied(pull.launched, prepared)
         finally:
             with self._lock:
                 self._free_slots.append(prepared.slots)
 
-    def _copied(self, runtime: GpuRuntime, prepared: _Prepared) -> PulledBytes:
-        """Launch all of it, then wait for it."""
+    def _launch_next(self, runtime: GpuRuntime) -> None:
+        """Give the GPU the pull whose turn is next, if it is prepared."""
+        following = next(iter(self._waiting), None)
+        if following is not None and following.prepared is not None and not following.stop.cancelled:
+            following.launched = self._launch(runtime, following.prepared)
+
+    def _launch(self, runtime: GpuRuntime, prepared: _Prepared) -> _Launched:
         started_s = time.perf_counter()
         try:
             for launch in prepared.launches:
                 for destinations, sources, sizes_bytes in launch.copies:
                     runtime.copy_peer_runs(destinations, sources, sizes_bytes, self._streams)
                 pull_rows(launch.slots, launch.tables.data, launch.tables.scales, programs=self._programs)
-            for mark in [stream.mark() for stream in self._streams]:
+            return _Launched(started_s, [stream.mark() for stream in self._streams])
+        except Exception as error:  # told when its turn comes
+            return _Launched(started_s, error=error)
+
+    def _copied(self, launched: _Launched, prepared: _Prepared) -> PulledBytes:
+        """Wait for it."""
+        try:
+            if launched.error is not None:
+                raise launched.error
+            for mark in launched.marks:
                 if not mark.passed():  # each wait gives the interpreter away, and gets it back when the loop lets go
                     mark.wait()
         except Exception as error:
             raise self._failure(error) from error
-        return PulledBytes(sum(launch.size_bytes for launch in prepared.launches), time.perf_counter() - started_s)
+        began_s, self._ended_s = max(launched.at_s, self._ended_s), time.perf_counter()
+        return PulledBytes(sum(launch.size_bytes for launch in prepared.launches), self._ended_s - began_s)
 
     def _failure(self, error: Exception) -> KvPoolError:
         """Part of it may be running: wait for it, so that no memory is touched after this."""
