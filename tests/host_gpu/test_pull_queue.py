@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from torch import Tensor
 
+from kvpool.client.engine_requests import LoadRequest
 from kvpool.core.elements import Dtype
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.testing import eventually
 from kvpool_gpuagent.adapters.gpu import peers as gpu_peers
 from kvpool_gpuagent.adapters.gpu.runtime import Int64s, Mark, Stream
+from kvpool_gpuagent.kernels.peer_pull import pull_rows
+from kvpool_gpuagent.ports import PulledBytes
 from tests.fixtures import layout_presets as presets
 from tests.fixtures.host_gpu import HostRuntime, HostStream
 from tests.fixtures.patience import PATIENCE_S
@@ -162,3 +166,76 @@ async def test_copies_get_all_streams_of_the_pull(
         assert (await rank.load(skip=11)).tokens.gpu == CHUNKS * 32 - 11
         assert used == [len(streams[made:])]
         assert rank.rows(range(CHUNKS)) == kept + source.rows(range(CHUNKS))[len(kept) :]
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What threads of pulls did: "launch" a kernel, "fail" to, and "end", when a pull's copy had ended."""
+    done: list[str] = []
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        done.append("launch")
+        pull_rows(*arguments, **options)
+
+    def end(*arguments: Any) -> PulledBytes:
+        done.append("end")
+        return PulledBytes(*arguments)
+
+    monkeypatch.setattr(gpu_peers, "pull_rows", launch)
+    monkeypatch.setattr(gpu_peers, "PulledBytes", end)
+    return done
+
+
+async def begin_three(host: PeerHost, rank: Rank, tables: list[int]) -> list[LoadRequest]:
+    """Loads of which the first is copied and does not end, and the others are prepared."""
+    tables.clear()
+    host.hold()
+    handles = [await rank.begin_load(rank.span())]
+    await host.copying()
+    for places in (range(4, 8), range(8, 12)):
+        handles.append(await rank.begin_load(rank.span(places=places)))
+    await eventually(lambda: len(tables) == 3)
+    return handles
+
+
+async def test_the_next_pull_is_launched_before_the_one_before_has_ended(tables: list[int], order: list[str]) -> None:
+    async with peer_host() as host:
+        source, rank = await two_ranks(host)
+        handles = await begin_three(host, rank, tables)
+        host.release()
+        for handle in handles:
+            assert (await handle.done(PATIENCE_S)).tokens.gpu == CHUNKS * 32
+        assert order == ["launch", "end", "launch", "launch", "end", "end"]
+        assert rank.rows(range(12)) == 3 * source.rows(range(CHUNKS))
+
+
+async def test_a_launch_ahead_that_fails_is_the_failure_of_that_pull_alone(
+    tables: list[int], order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_third(*arguments: Any, **options: Any) -> None:
+        if order.count("launch") == 2 and "fail" not in order:
+            order.append("fail")
+            raise RuntimeError("an illegal memory access was encountered")
+        order.append("launch")
+        pull_rows(*arguments, **options)
+
+    monkeypatch.setattr(gpu_peers, "pull_rows", fail_third)
+    async with peer_host() as host:
+        _, rank = await two_ranks(host)
+        handles = await begin_three(host, rank, tables)
+        host.release()
+        assert [(await handle.done(PATIENCE_S)).tokens.gpu for handle in handles] == [CHUNKS * 32, CHUNKS * 32, 0]
+        assert order == ["launch", "end", "launch", "fail", "end"]
+        assert (await rank.load()).tokens.gpu == CHUNKS * 32
+
+
+async def test_a_pull_that_was_stopped_is_not_launched_ahead(tables: list[int], order: list[str]) -> None:
+    async with peer_host() as host:
+        _, rank = await two_ranks(host)
+        before = rank.rows(range(8, 12))
+        handles = await begin_three(host, rank, tables)
+        host.devices[0].stops[2].cancel()
+        host.release()
+        assert [(await handle.done(PATIENCE_S)).tokens.gpu for handle in handles] == [CHUNKS * 32, CHUNKS * 32, 0]
+        assert order == ["launch", "end", "launch", "end"]
+        assert rank.rows(range(8, 12)) == before
