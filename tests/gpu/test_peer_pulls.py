@@ -18,7 +18,7 @@ import pytest
 from kvpool.testing import eventually
 from kvpool_gpuagent.engine import host_caches
 from tests.fixtures.agent import Agent, World, running_agent
-from tests.fixtures.kv_memory import Blocks, loaded
+from tests.fixtures.kv_memory import Blocks, KvMemory, Memory, loaded
 from tests.gpu.peer_engine import CHUNK, FirstMemory, digest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -160,19 +160,47 @@ async def test_every_byte_comes_and_no_other_changes(
             assert (await rank.load(here))["loaded"] == 0
 
 
+@pytest.mark.parametrize("devices", [(0, 0), (0, 1)])
 @pytest.mark.parametrize("agents", [1, 2])
-async def test_how_fast_a_long_prefix_comes(agents: int, capsys: pytest.CaptureFixture[str]) -> None:
-    need_gpus(0, 1)
-    options = LLAMA | {"geometry": [32, 8, 128], "block_count": 520}
-    async with cuda_agents([1] if agents == 1 else [0, 1]) as served:
+async def test_no_byte_counts_that_was_written_while_it_was_copied(
+    devices: tuple[int, int], agents: int, tmp_path: Path
+) -> None:
+    """The source gives its blocks away and writes to them all the time; each load comes whole, in part or not at all."""
+    need_gpus(*devices)
+    options = LLAMA | {"geometry": [8, 8, 128], "block_count": 8 * CHUNK // LLAMA["block_tokens"]}
+    async with cuda_agents(devices[:agents]) as served:
         async with (
-            engine(served[0], **options, device=0, seed=1) as source,
-            engine(served[-1], **options, device=1, seed=2) as rank,
+            engine(served[0], **options, device=devices[0], seed=1) as source,
+            engine(served[-1], **options, device=devices[1], seed=2) as rank,
         ):
-            await source.announce(scattered(32, options, 3))
-            answers = [await rank.load(scattered(32, options, 4)) for _ in range(5)]
-            assert all(answer["loaded"] == 32 for answer in answers)
-            rates = [(1 << 30) / answer["copy_s"] / 1e9 for answer in answers]
-            with capsys.disabled():
-                print(f"\n1 GiB pulled with {agents} agent(s): {', '.join(f'{rate:.0f}' for rate in rates)} GB/s")
-            assert max(rates) > 50.0  # slower than the host link: then the way over it would be better
+            there, here = scattered(4, options, 3), scattered(4, options, 4)
+            file, arrays = str(tmp_path / "bytes.npz"), dict[str, Any]()
+            arrays |= {f"bytes{n}": each for n, each in enumerate(loaded(rank.first, [(source.first, there)], here))}
+            arrays |= {f"chunks{n}": each for n, each in enumerate(chunks_of(rank.first, here))}
+            np.savez(file, **arrays)
+            await source.announce(there)
+            assert (await rank.load(here))["loaded"] == 4
+            await source.ask(op="churn", blocks=there.tolist())
+            counts = list[int]()
+            for _ in range(60):
+                counts.append((await rank.load(here))["loaded"])
+                answer = await rank.ask(op="compare", file=file, loaded=counts[-1])
+                assert answer["equal"], f"load {len(counts)}: {counts[-1]} chunks counted"
+            assert (await source.ask(op="end_churn"))["rounds"] > len(counts)
+            assert min(counts) < 4, "no load met a write"
+            assert max(counts) == 4
+
+
+def chunks_of(rank: KvMemory, blocks: Blocks) -> Memory:
+    """Of each byte of a rank's cache: in which of these chunks it is, counted from 1; 0: in none."""
+    marked = [np.zeros_like(each) for each in rank.memory()]
+    width, rows = blocks.shape[1], rank.layout.rows_of_block(rank.spec)
+    for chunk, ids in enumerate(blocks.tolist(), 1):
+        for place in range(width * rows):
+            block, row = ids[place // rows], place % rows
+            for layer in rank.layout.layers:
+                for plane in (*layer.planes, *layer.scales):
+                    for head in rank.layout.head_range:
+                        handle, where = rank.row(plane, block, row, head)
+                        marked[handle][where] = chunk
+    return marked
