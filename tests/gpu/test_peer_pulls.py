@@ -165,7 +165,7 @@ async def test_every_byte_comes_and_no_other_changes(
 async def test_no_byte_counts_that_was_written_while_it_was_copied(
     devices: tuple[int, int], agents: int, tmp_path: Path
 ) -> None:
-    """The source gives its blocks away and writes to them all the time; each load comes whole, in part or not at all."""
+    """The source gives its blocks away and writes to them all the time; a load comes whole, in part or not at all."""
     need_gpus(*devices)
     options = LLAMA | {"geometry": [8, 8, 128], "block_count": 8 * CHUNK // LLAMA["block_tokens"]}
     async with cuda_agents(devices[:agents]) as served:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -303,6 +304,23 @@ def test_a_step_waits_only_where_nothing_is_computed() -> None:
     assert pauses.after(1) == ["yield"], "b still is"
     pauses.steps.finish("b")
     assert pauses.after(1) == [("wait", 1)]
+
+
+@pytest.mark.parametrize("usual_s", [0.005, 0.00001])
+def test_threads_wait_less_for_the_interpreter_while_a_request_waits_for_them(usual_s: float) -> None:
+    before_s = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(usual_s)
+        pauses = Pauses()
+        pauses.after(0)
+        assert sys.getswitchinterval() == pytest.approx(usual_s)
+        for _ in range(2):
+            pauses.after(1)
+            assert sys.getswitchinterval() == pytest.approx(min(usual_s, 0.00005))
+        pauses.after(0)
+        assert sys.getswitchinterval() == pytest.approx(usual_s)
+    finally:
+        sys.setswitchinterval(before_s)
 
 
 def test_a_step_that_other_engines_wait_for_does_not_wait() -> None:

@@ -216,6 +216,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
             wait([self._store.clear()], _DROP_TIMEOUT_S)
         self._pages.close()
         self._jobs.close()
+        self._yield.close()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:

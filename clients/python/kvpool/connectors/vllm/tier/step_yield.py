@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Final, TypeAlias
+
+from kvpool.connectors.vllm.switch_interval import shorten_switch_interval
 
 _Answer: TypeAlias = Future[list[bool]]
 _YIELD_S: Final = 20e-6
@@ -14,12 +17,13 @@ _IDLE_WAIT_S: Final = 2e-3  # a request that comes meanwhile waits so long
 
 
 class StepYield:
-    """Gives the GIL up at the end of a step while look-ups or loads are under way.
+    """Lets other threads have the GIL while look-ups or loads are under way, for which requests wait.
 
-    An engine that computes nothing steps again and again in Python, where CPython lets threads that copy wait 5 ms for
-    the GIL. So a step of such an engine waits for the next answer or load, as vLLM itself sleeps for a millisecond
-    then; beside requests that are computed it yields for a moment only. A shorter switch interval would take the GIL
-    away in the middle of all steps, also beside stores, for which no request waits.
+    An engine steps in Python, again and again where it computes nothing, and CPython lets a thread that needs the GIL
+    wait 5 ms for it: for each message of a load, and after each page that was copied. So the interval is shortened to
+    50 us meanwhile, not for longer: beside stores, for which no request waits, steps are not interrupted. And a step
+    that ends where nothing is computed waits for the next answer or load, as vLLM itself sleeps for a millisecond then;
+    beside requests that are computed it yields for a moment only.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class StepYield:
         """may_wait: False where other engines wait for this one's steps."""
         self._may_wait, self._wait, self._sleep = may_wait, wait, sleep
         self._scheduled: set[str] = set()  # requests that are computed, or were until they were preempted
+        self._usual_interval_s: float | None = None  # while it is shortened
 
     def finish(self, request_id: str) -> None:
         """The request has finished."""
@@ -40,7 +45,19 @@ class StepYield:
         """new_request_ids: scheduled for the first time in this step. running: look-ups and loads that have not
         ended."""
         self._scheduled.update(new_request_ids)
-        if running and self._may_wait and not self._scheduled:
+        if not running:
+            self.close()
+            return
+        if self._usual_interval_s is None:
+            self._usual_interval_s = sys.getswitchinterval()
+            shorten_switch_interval()
+        if self._may_wait and not self._scheduled:
             self._wait(running, _IDLE_WAIT_S, futures.FIRST_COMPLETED)
-        elif running:
+        else:
             self._sleep(_YIELD_S)
+
+    def close(self) -> None:
+        """Nothing is under way: the interval is as it was."""
+        if self._usual_interval_s is not None:
+            sys.setswitchinterval(self._usual_interval_s)
+            self._usual_interval_s = None
