@@ -239,7 +239,7 @@ class _PullQueue:
     # On the copying thread
 
     def _pull(self, pull: _Pull) -> PulledBytes:
-        self._waiting.remove(pull)  # the first
+        self._waiting.popleft()  # this one: threads take them in order
         if self._broken is not None:
             raise self._broken
         try:
