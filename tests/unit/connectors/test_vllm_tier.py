@@ -282,7 +282,7 @@ def test_requests_wait_for_loads_and_look_ups_that_have_not_ended_and_for_no_sto
 
 
 class Pauses:
-    """What ends of steps did: "wait" for any of so many, or "yield"."""
+    """What steps did: "wait" for any of so many at their beginning, "yield" at their end."""
 
     def __init__(self, may_wait: bool = True) -> None:
         self.made: list[object] = []
@@ -290,20 +290,21 @@ class Pauses:
             may_wait, lambda futures, *_: self.made.append(("wait", len(futures))), lambda _: self.made.append("yield")
         )
 
-    def after(self, running: int, new: Sequence[str] = ()) -> list[object]:
+    def step(self, running: int, new: Sequence[str] = ()) -> list[object]:
         self.made = []
+        self.steps.begin_step([Future() for _ in range(running)])
         self.steps.end_step(new, [Future() for _ in range(running)])
         return self.made
 
 
 def test_a_step_waits_only_where_nothing_is_computed() -> None:
     pauses = Pauses()
-    assert pauses.after(0) == []
-    assert pauses.after(3) == [("wait", 3)]
-    assert pauses.after(1, new=["b"]) == ["yield"], "b is computed"
-    assert pauses.after(1) == ["yield"], "b still is"
+    assert pauses.step(0) == []
+    assert pauses.step(3) == [("wait", 3)]
+    assert pauses.step(1, new=["b"]) == [("wait", 1), "yield"], "b is scheduled at its end"
+    assert pauses.step(1) == ["yield"], "b still is"
     pauses.steps.finish("b")
-    assert pauses.after(1) == [("wait", 1)]
+    assert pauses.step(1) == [("wait", 1)]
 
 
 @pytest.mark.parametrize("usual_s", [0.005, 0.00001])
@@ -312,19 +313,19 @@ def test_threads_wait_less_for_the_interpreter_while_a_request_waits_for_them(us
     try:
         sys.setswitchinterval(usual_s)
         pauses = Pauses()
-        pauses.after(0)
+        pauses.step(0)
         assert sys.getswitchinterval() == pytest.approx(usual_s)
         for _ in range(2):
-            pauses.after(1)
+            pauses.step(1)
             assert sys.getswitchinterval() == pytest.approx(min(usual_s, 0.00005))
-        pauses.after(0)
+        pauses.step(0)
         assert sys.getswitchinterval() == pytest.approx(usual_s)
     finally:
         sys.setswitchinterval(before_s)
 
 
 def test_a_step_that_other_engines_wait_for_does_not_wait() -> None:
-    assert Pauses(may_wait=False).after(1) == ["yield"]
+    assert Pauses(may_wait=False).step(1) == ["yield"]
 
 
 def test_few_look_ups_are_on_their_way_at_once_and_the_rest_goes_together() -> None:

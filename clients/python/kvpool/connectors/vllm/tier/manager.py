@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -153,6 +153,8 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         self._jobs.load(self._store, job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        """vLLM asks once a step, before it looks anything up."""
+        self._yield.begin_step(self._running())
         finished, self._finished = self._finished, []
         return finished + self._ended_jobs()
 
@@ -184,7 +186,10 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._lookups.flush(self._store)
         new_request_ids = context.new_req_ids if self._may_wait else ()
-        self._yield.end_step(new_request_ids, [*self._jobs.loads(), *self._lookups.answers()])
+        self._yield.end_step(new_request_ids, self._running())
+
+    def _running(self) -> list[Future[list[bool]]]:
+        return [*self._jobs.loads(), *self._lookups.answers()]
 
     def drain_jobs(self) -> None:
         """Wait for all copies, then forget what is stored: vLLM resets its caches, and its weights may change.

@@ -1,4 +1,4 @@
-"""How the end of a scheduler's step lets the threads run that requests wait for."""
+"""How a scheduler's steps let the threads run that requests wait for."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class StepYield:
 
     An engine steps in Python, again and again where it computes nothing, and CPython lets a thread that needs the GIL
     wait 5 ms for it: for each message of a load, and after each page that was copied. So the interval is shortened to
-    50 us meanwhile, not for longer: beside stores, for which no request waits, steps are not interrupted. And a step
-    that ends where nothing is computed waits for the next answer or load, as vLLM itself sleeps for a millisecond then;
-    beside requests that are computed it yields for a moment only.
+    50 us meanwhile, not for longer: beside stores, for which no request waits, steps are not interrupted. A step that
+    begins where nothing is computed waits for the next answer or load, which it can use at once, as vLLM itself sleeps
+    for a millisecond then. Beside requests that are computed a step yields for a moment at its end.
     """
 
     def __init__(
@@ -41,9 +41,13 @@ class StepYield:
         """The request has finished."""
         self._scheduled.discard(request_id)
 
+    def begin_step(self, running: Sequence[_Answer]) -> None:
+        """running: look-ups and loads that have not ended."""
+        if running and self._waits:
+            self._wait(running, _IDLE_WAIT_S, futures.FIRST_COMPLETED)
+
     def end_step(self, new_request_ids: Collection[str], running: Sequence[_Answer]) -> None:
-        """new_request_ids: scheduled for the first time in this step. running: look-ups and loads that have not
-        ended."""
+        """new_request_ids: scheduled for the first time in this step."""
         self._scheduled.update(new_request_ids)
         if not running:
             self.close()
@@ -51,10 +55,12 @@ class StepYield:
         if self._usual_interval_s is None:
             self._usual_interval_s = sys.getswitchinterval()
             shorten_switch_interval()
-        if self._may_wait and not self._scheduled:
-            self._wait(running, _IDLE_WAIT_S, futures.FIRST_COMPLETED)
-        else:
+        if not self._waits:
             self._sleep(_YIELD_S)
+
+    @property
+    def _waits(self) -> bool:
+        return self._may_wait and not self._scheduled
 
     def close(self) -> None:
         """Nothing is under way: the interval is as it was."""
