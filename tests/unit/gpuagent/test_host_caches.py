@@ -21,7 +21,8 @@ from kvpool_gpuagent.engine.host_caches import HostCaches
 HASHES = bytes(range(32))  # of two chunks
 SPAN = cast(Any, SimpleNamespace(chunk_hashes=HASHES))
 LAYOUT = SimpleNamespace(layers=[SimpleNamespace(scales=())], layer_range=range(1), head_range=range(1))
-SESSION = cast(Any, SimpleNamespace(rank=SimpleNamespace(keyspace=b"k" * 16, layout=LAYOUT), engine_id=b"e"))
+RANK = SimpleNamespace(keyspace=b"k" * 16, layout=LAYOUT)
+SESSION = cast(Any, SimpleNamespace(rank=RANK, engine_id=b"e", session_id=b"s" * 16))
 
 
 def held(name: bytes, position: int) -> HeldChunks:
