@@ -25,7 +25,7 @@ NO_SCRATCH_BYTES = 1 << 20  # below what a burst needs
 
 @pytest.fixture(scope="session")
 def gpu_lock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Held by whoever takes memory of a GPU or gives it back, by a test with the mark `whole_gpu` alone."""
+    """Held while memory of a GPU is taken or given back, by a test with the mark `whole_gpu` alone."""
     directory = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # pytest-xdist: each process has a directory in that of the run
         directory = directory.parent

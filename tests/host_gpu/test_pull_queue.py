@@ -76,16 +76,22 @@ async def two_ranks(host: PeerHost) -> tuple[Rank, Rank]:
     return source, rank
 
 
+async def begin_three(host: PeerHost, rank: Rank, tables: list[int]) -> list[LoadRequest]:
+    """Loads of which the first is copied and does not end, and the others are prepared."""
+    tables.clear()
+    host.hold()
+    handles = [await rank.begin_load(rank.span())]
+    await host.copying()
+    for places in (range(4, 8), range(8, 12)):
+        handles.append(await rank.begin_load(rank.span(places=places)))
+    await eventually(lambda: len(tables) == 3)  # none reads the slots of another
+    return handles
+
+
 async def test_a_pull_is_prepared_beside_the_copies_of_the_one_before(tables: list[int]) -> None:
     async with peer_host() as host:
         source, rank = await two_ranks(host)
-        tables.clear()
-        host.hold()
-        handles = [await rank.begin_load(rank.span())]
-        await host.copying()
-        for places in (range(4, 8), range(8, 12)):
-            handles.append(await rank.begin_load(rank.span(places=places)))
-        await eventually(lambda: len(tables) == 3)  # none reads the slots of another
+        handles = await begin_three(host, rank, tables)
         before = rank.rows(range(4, 12))
         assert host.devices[0].runtime.held_waits == 1
         host.release()
@@ -184,18 +190,6 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gpu_peers, "pull_rows", launch)
     monkeypatch.setattr(gpu_peers, "PulledBytes", end)
     return done
-
-
-async def begin_three(host: PeerHost, rank: Rank, tables: list[int]) -> list[LoadRequest]:
-    """Loads of which the first is copied and does not end, and the others are prepared."""
-    tables.clear()
-    host.hold()
-    handles = [await rank.begin_load(rank.span())]
-    await host.copying()
-    for places in (range(4, 8), range(8, 12)):
-        handles.append(await rank.begin_load(rank.span(places=places)))
-    await eventually(lambda: len(tables) == 3)
-    return handles
 
 
 async def test_the_next_pull_is_launched_before_the_one_before_has_ended(tables: list[int], order: list[str]) -> None:

@@ -420,9 +420,9 @@ def test_no_more_chunks_are_kept_than_the_cache_has_room_for(generations: BlockG
     chunks = AnnouncedChunks(generations)
     for number in range(12):
         chunks.add(bytes([number]) * 16, np.array([2 * (number % 8), 2 * (number % 8) + 1]))
-    told = chunks.take(object())
-    assert told is not None
-    assert told.hashes == b"".join(bytes([number]) * 16 for number in range(4, 12))
+    sent = chunks.take(object())
+    assert sent is not None
+    assert sent.hashes == b"".join(bytes([number]) * 16 for number in range(4, 12))
 
 
 def test_what_is_no_block_has_no_generation(generations: BlockGenerations) -> None:

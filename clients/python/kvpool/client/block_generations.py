@@ -40,7 +40,7 @@ class BlockGenerations:
         """These blocks will be written. Repetitions count once. raises: IndexError for what is not a block."""
         ids = np.asarray(block_ids, dtype=np.int64)
         if ids.size and ids.min() < 0:
-            raise IndexError(f"{ids.min()} is no block")
+            raise IndexError(f"block ids must be >= 0, got {ids.min()}")
         self._table[ids] += 1
 
     def raise_all(self) -> None:

@@ -42,7 +42,7 @@ class AnnouncedChunks:
             self._chunks.popitem(last=False)
 
     def take(self, session: object | None) -> CachedBlocks | None:
-        """Return what this session of the agent has not heard yet; None if that is nothing, or there is no session."""
+        """Return what this session of the agent has not heard yet; None if that is nothing, or without a session."""
         new, self._new = self._new, []
         if session is not self._session:
             self._session = session

@@ -76,14 +76,18 @@ def loads_wait_for_work(vllm_config: Any, outer: Any, *, is_fenced: bool) -> boo
     return bool(vllm_config.max_concurrent_batches > 1 and not fenced)
 
 
+def zeroes_new_blocks(kv_cache_config: Any) -> bool:
+    """Whether vLLM zeroes blocks when a request gets them."""
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+
+
 def zeroes_loaded_blocks(kv_cache_config: Any, connector: type) -> bool:
     """Whether vLLM zeroes the blocks of a load on the GPU in the step that starts the load.
 
     vLLM 0.31 does so for models with recurrent state. Since 0.32 it asks the connector which groups are loaded, and
     skips their blocks.
     """
-    zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
-    return zeroes and not hasattr(connector, "get_loaded_kv_cache_group_ids")
+    return zeroes_new_blocks(kv_cache_config) and not hasattr(connector, "get_loaded_kv_cache_group_ids")
 
 
 def required_kv_cache_layout(settings: VllmSettings, vllm_config: Any, outer: Any) -> str | None:

@@ -13,7 +13,7 @@ from kvpool.connectors.vllm.agent_connection import AgentConnection, unreachable
 from kvpool.connectors.vllm.agent_selector import AgentSelector, WorkerPlacement
 from kvpool.connectors.vllm.cache_memory import CacheMemory, cache_memory
 from kvpool.connectors.vllm.detected_layout import detect_layout
-from kvpool.connectors.vllm.engine_introspection import WeightsEpoch
+from kvpool.connectors.vllm.engine_introspection import WeightsEpoch, zeroes_new_blocks
 from kvpool.connectors.vllm.identity import (
     KvCacheInfo,
     check_ranks,
@@ -241,9 +241,8 @@ def _shares_gpu_cache(settings: VllmSettings, kv_cache_config: Any, groups: Sequ
     With several KV cache groups vLLM may write to blocks before it reports that a request has them. Where it zeroes new
     blocks, its model runner V2 does so before the worker hears of the step and can raise their generations.
     """
-    zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
     whole = len(groups) == 1 and not groups[0].opaque and not groups[0].window_tokens
-    return settings.share_gpu_cache and whole and not zeroes
+    return settings.share_gpu_cache and whole and not zeroes_new_blocks(kv_cache_config)
 
 
 def _engine_id(vllm_config: Any) -> bytes:

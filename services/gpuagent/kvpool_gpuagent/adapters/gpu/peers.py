@@ -242,6 +242,22 @@ class _PullQueue:
         self._waiting.popleft()  # this one: threads take them in order
         if self._broken is not None:
             raise self._broken
+        prepared = self._ready(pull)
+        try:
+            if pull.launched is None:
+                if pull.stop.cancelled:
+                    raise Stopped("the pull was ended before it began")
+                pull.launched = self._launch(prepared)
+            self._launch_next()
+            return self._copied(pull.launched, prepared)
+        finally:
+            with self._lock:
+                self._free_slots.append(prepared.slots)
+
+    def _ready(self, pull: _Pull) -> _Prepared:
+        """What is launched of it, on a thread that can launch it. Raises only if nothing of it was launched."""
+        if pull.launched is not None and pull.prepared is not None:
+            return pull.prepared
         try:
             prepared = self._prepared(pull)
             runtime = self._attached()
@@ -250,35 +266,27 @@ class _PullQueue:
             runtime.launch_on(self._streams[0])
         except KvPoolError:
             raise
-        except Exception as error:  # nothing was launched
+        except Exception as error:
             _log.error("a pull from a peer's cache could not be prepared", exc_info=error)
             raise KvPoolError(f"the pull could not be prepared on the GPU ({error}); recompute these tokens") from error
-        try:
-            if pull.launched is None:
-                if pull.stop.cancelled:
-                    raise Stopped("the pull was ended before it began")
-                pull.launched = self._launch(runtime, prepared)
-            self._launch_next(runtime)
-            return self._copied(pull.launched, prepared)
-        finally:
-            with self._lock:
-                self._free_slots.append(prepared.slots)
+        return prepared
 
-    def _launch_next(self, runtime: GpuRuntime) -> None:
+    def _launch_next(self) -> None:
         """Give the GPU the pull whose turn is next, if it is prepared."""
         following = next(iter(self._waiting), None)
         if following is not None and following.prepared is not None and not following.stop.cancelled:
-            following.launched = self._launch(runtime, following.prepared)
+            following.launched = self._launch(following.prepared)
 
-    def _launch(self, runtime: GpuRuntime, prepared: _Prepared) -> _Launched:
+    def _launch(self, prepared: _Prepared) -> _Launched:
+        """Never raises: what was launched must be waited for."""
         started_s = time.perf_counter()
         try:
             for launch in prepared.launches:
                 for destinations, sources, sizes_bytes in launch.copies:
-                    runtime.copy_peer_runs(destinations, sources, sizes_bytes, self._streams)
+                    self._attached().copy_peer_runs(destinations, sources, sizes_bytes, self._streams)
                 pull_rows(launch.slots, launch.tables.data, launch.tables.scales, programs=self._programs)
             return _Launched(started_s, [stream.mark() for stream in self._streams])
-        except Exception as error:  # told when its turn comes
+        except Exception as error:  # the pull fails with it in its turn
             return _Launched(started_s, error=error)
 
     def _copied(self, launched: _Launched, prepared: _Prepared) -> PulledBytes:
