@@ -28,6 +28,7 @@ from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Ov
 from kvpool.core.liveness import LivenessMonitor
 from kvpool.core.tracing import Span
 from kvpool.wire.convert import item_error_to_proto
+from kvpool.wire.packing import pack, unpack
 from kvpool_server.logs import note_request
 
 _log = logging.getLogger(__name__)
@@ -209,6 +210,9 @@ class SessionRules(Generic[ResponseT]):
     requests_max: int
     heartbeat_s: float
     cancels_requests: bool  # when a session ends; else they are waited for
+    takes_batches: Callable[[Any], bool] = lambda _: (
+        False
+    )  # what a first message says: whether its peer reads `batched`
 
 
 class SessionStream(Generic[RequestT, ResponseT]):
@@ -222,6 +226,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
         self._over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._opening: asyncio.Task[None] | None = None
         self._requests: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+        self._packs = False  # whether the peer takes several answers as one
         self._complete = False  # no more answers will be queued
         self._finishing: asyncio.Future[None] | None = None
 
@@ -246,12 +251,13 @@ class SessionStream(Generic[RequestT, ResponseT]):
     async def _read(self, messages: AsyncIterator[RequestT]) -> None:
         try:
             async for message in messages:
-                event = self._machine.receive(message)
-                if event is None:
-                    continue
-                self._apply(event)
-                if isinstance(event, Begin) and event.role is not Role.NOTICE:
-                    await asyncio.sleep(0)  # its first step is taken before the next message is looked at
+                for part in unpack(message):
+                    event = self._machine.receive(part)
+                    if event is None:
+                        continue
+                    self._apply(event)
+                    if isinstance(event, Begin) and event.role is not Role.NOTICE:
+                        await asyncio.sleep(0)  # its first step is taken before the next message is looked at
             # A peer that is killed looks like this too.
             self._end(End(Stopped("the peer left without closing its session"), abnormal=True))
         except KvPoolError as error:
@@ -270,6 +276,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
                 self._requests[task] = None
                 task.add_done_callback(lambda ended: self._requests.pop(ended, None))
             case Begin(Role.OPEN, message):
+                self._packs = self._rules.takes_batches(message)
                 self._opening = asyncio.ensure_future(self._open(message))
             case Refuse(message, error):
                 if self._rules.roles.get(message.WhichOneof("kind") or "") is Role.REQUEST:
@@ -369,7 +376,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
         try:
             while True:
                 while self._outbox:
-                    await write(self._outbox.popleft())
+                    await write(pack(self._outbox) if self._packs else self._outbox.popleft())
                 if self._complete:
                     return
                 self._wake.clear()

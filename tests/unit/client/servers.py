@@ -14,6 +14,7 @@ from kvpool.core.elements import Dtype
 from kvpool.core.errors import KvPoolError
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.wire.packing import unpack
 from kvpool.wire.status import error_to_status
 from tests.fixtures.patience import PATIENCE_S, patient
 
@@ -92,7 +93,8 @@ class Script:
 
     async def _read(self, requests: AsyncIterator[Any]) -> None:
         async for request in requests:
-            self.received.put_nowait(request)
+            for part in unpack(request):
+                self.received.put_nowait(part)
 
 
 class Streams:

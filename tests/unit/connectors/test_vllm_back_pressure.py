@@ -63,7 +63,8 @@ class SlowPool:
                 self._work.slots.give_back(values["wait_event"])  # type: ignore[union-attr]
         return chunks
 
-    async def store(self, chain: Any, blocks: Any, **values: Any) -> Any:
+    async def begin_store(self, chain: Any, blocks: Any, chunks: range, **values: Any) -> Any:
+        values |= {"first_chunk": chunks.start, "end_chunk": chunks.stop}
         task = asyncio.create_task(self._transfer(blocks, values))
         await asyncio.sleep(0)
         return Ticket(task)
@@ -83,7 +84,7 @@ class Ticket:
     async def wait_released(self) -> None:
         await self._task
 
-    async def result(self, timeout_s: float) -> StoreResult:
+    async def done(self, timeout_s: float) -> StoreResult:
         return StoreResult(len(await self._task), 0, {})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.connectors.vllm.lora_identities import LoraIdentities
-from kvpool.connectors.vllm.request_chain import request_chain
+from kvpool.connectors.vllm.request_chain import request_chains
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.chunks import chunk_hashes
 from kvpool.core.errors import InvalidRequest
@@ -21,7 +21,7 @@ CHUNK = 16
 def hashes(request: FakeRequest, epoch: bytes = b"") -> tuple[bytes, ...]:
     lora = request.lora_request
     adapter = LoraIdentities(FakeConnection(None).start).identity(lora) if lora is not None else None
-    return request_chain(request, adapter, HASH_KEY, CHUNK, epoch=epoch).hashes
+    return request_chains(request, adapter, [HASH_KEY], CHUNK, epoch=epoch)[0].hashes
 
 
 def adapter(directory: Path, content: bytes) -> Any:
@@ -36,9 +36,9 @@ def test_a_plain_prompt_hashes_as_any_other_engines() -> None:
 
 def test_a_chain_grows_as_if_it_had_been_hashed_at_once() -> None:
     request = a_request(40, cache_salt="s", mm_features=[image("a", 30, 40)])
-    short = request_chain(request, None, HASH_KEY, CHUNK)
+    short = request_chains(request, None, [HASH_KEY], CHUNK)
     request.all_token_ids += range(40, 90)
-    assert request_chain(request, None, HASH_KEY, CHUNK, short).hashes == hashes(request)
+    assert request_chains(request, None, [HASH_KEY], CHUNK, short)[0].hashes == hashes(request)
 
 
 def test_salts_and_images_and_their_places_make_other_hashes() -> None:
@@ -76,7 +76,7 @@ def test_an_adapter_whose_files_are_not_here_has_no_identity(tmp_path: Path) -> 
     unknown = SimpleNamespace(lora_int_id=1, lora_name="n", lora_path="somebody/adapter")
     assert adapters.identity(unknown) is None
     with pytest.raises(InvalidRequest, match="adapter"):
-        request_chain(a_request(64, lora_request=unknown), None, HASH_KEY, CHUNK)
+        request_chains(a_request(64, lora_request=unknown), None, [HASH_KEY], CHUNK)
 
 
 def test_an_adapters_files_are_read_once_and_in_nobodys_way(tmp_path: Path) -> None:

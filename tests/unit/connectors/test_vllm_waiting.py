@@ -16,7 +16,7 @@ from kvpool.client.engine_items import MatchResult
 from kvpool.client.hashing import Prompt
 from kvpool.client.sync import BackgroundLoop
 from kvpool.connectors.vllm.load_plans import LoadPlans
-from kvpool.connectors.vllm.request_chain import request_chain
+from kvpool.connectors.vllm.request_chain import request_chains
 from kvpool.connectors.vllm.scheduler import ConnectorScheduler
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.testing import eventually_sync
@@ -24,7 +24,7 @@ from tests.unit.connectors.vllm_fakes import FakeConnection, FakePool, a_request
 from tests.unit.connectors.vllm_jobs import CHUNK_BYTES
 from tests.unit.connectors.vllm_worlds import BLOCKS, World, hashes_of
 
-_HASHING = "kvpool.connectors.vllm.scheduler.request_chain"
+_HASHING = "kvpool.connectors.vllm.scheduler.request_chains"
 
 
 @pytest.mark.parametrize(("computing", "most_s"), [(["r0"], 0.003), (["gone"], 0.015), ([], 0.015)])
@@ -88,9 +88,9 @@ def test_so_many_lookups_are_asked_at_once() -> None:
 def test_a_long_prompt_is_hashed_on_no_loop_and_not_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed_on: list[str] = []
 
-    def count(*arguments: Any) -> Prompt:
+    def count(*arguments: Any) -> tuple[Prompt, ...]:
         hashed_on.append(threading.current_thread().name)
-        return request_chain(*arguments)
+        return request_chains(*arguments)
 
     monkeypatch.setattr(_HASHING, count)
     world = World(FakePool(3))
@@ -192,10 +192,10 @@ def test_one_request_whose_store_cannot_be_ordered_costs_no_others_orders(
 ) -> None:
     world = World(FakePool(0), store="prefill")
 
-    def fail(request: Any, *others: Any) -> Prompt:
+    def fail(request: Any, *others: Any) -> tuple[Prompt, ...]:
         if request.request_id == "bad":
             raise RuntimeError("planted")
-        return request_chain(request, *others)
+        return request_chains(request, *others)
 
     monkeypatch.setattr(_HASHING, fail)
     for name in ("bad", "good"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from inspect import isawaitable
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,11 +51,13 @@ class Pool:
         error = ServiceUnavailable("gone") if failed else None
         return LoadResult(first, loaded, failed, error=error, tokens=TierTokens(staging=loaded * CHUNK))
 
-    async def store(self, chain: Any, blocks: Any, *, still_valid: Any, **values: Any) -> Any:
-        self.asked.append({"chain": chain, "blocks": blocks.tolist(), **values})
+    async def begin_store(self, chain: Any, blocks: Any, chunks: range, *, still_valid: Any, **values: Any) -> Any:
+        span = {"first_chunk": chunks.start, "end_chunk": chunks.stop}
+        self.asked.append({"chain": chain, "blocks": blocks.tolist(), **span, **values})
         self.before_kept()
-        self.kept.append(await still_valid())
-        return Ticket(values["end_chunk"] - values["first_chunk"], self.hold_ends)
+        valid = still_valid(len(chunks))
+        self.kept.append(await valid if isawaitable(valid) else valid)
+        return Ticket(len(chunks), self.hold_ends)
 
 
 class Ticket:
@@ -67,7 +70,7 @@ class Ticket:
         if not self._hold_ends:
             raise asyncio.CancelledError  # stands for a wait that has no end here
 
-    async def result(self, timeout_s: float) -> StoreResult:
+    async def done(self, timeout_s: float) -> StoreResult:
         return StoreResult(self._chunks, 0, {})
 
 
@@ -276,11 +279,11 @@ def test_a_store_without_an_agent_holds_nothing() -> None:
 
 def test_chunks_that_were_not_stored_are_counted() -> None:
     class Partial(Ticket):
-        async def result(self, timeout_s: float) -> StoreResult:
+        async def done(self, timeout_s: float) -> StoreResult:
             return StoreResult(2, 0, {1: ServiceUnavailable("gone")})
 
     class PartialPool(Pool):
-        async def store(self, chain: Any, blocks: Any, *, still_valid: Any, **values: Any) -> Any:
+        async def begin_store(self, chain: Any, blocks: Any, chunks: range, *, still_valid: Any, **values: Any) -> Any:
             return Partial(3, True)
 
     world = World(PartialPool())

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.tracing import Span
-from kvpool.v1 import pagestore_pb2
+from kvpool.v1 import gpuagent_pb2, pagestore_pb2
+from kvpool.wire.packing import MESSAGES_MAX, unpack
 from kvpool_server.session_stream import End, Role, SessionRules, SessionStream
 from tests.fixtures.patience import PATIENCE_S
 
@@ -115,4 +116,90 @@ async def test_a_session_whose_opening_was_cancelled_under_it_ends(caplog: pytes
         async with asyncio.timeout(PATIENCE_S):
             await SessionStream(RULES, handler).serve(peer.messages(), peer.write)
     assert "a session could not be opened" in caplog.text
+    assert len(handler.ends) == 1
+
+
+class Answering(Handler):
+    """Answers each store at once, in two parts."""
+
+    async def handle(self, request: Any, send: Callable[[Any], None], span: Span) -> Any:
+        send(gpuagent_pb2.EngineResponse(gathered=gpuagent_pb2.EngineGathered(chunk_count=request.request_id)))
+        return gpuagent_pb2.EngineResponse(store_done=gpuagent_pb2.EngineStoreDone())
+
+    async def open(self, request: Any, send: Callable[[Any], None]) -> None:
+        send(gpuagent_pb2.EngineResponse(ready=gpuagent_pb2.EngineReady()))
+
+
+ENGINE_RULES = SessionRules(
+    roles={"register": Role.OPEN, "store": Role.REQUEST, "close": Role.CLOSE},
+    response=gpuagent_pb2.EngineResponse,
+    requests_max=4,
+    heartbeat_s=PATIENCE_S,
+    cancels_requests=True,
+    takes_batches=lambda first: first.register.batches,
+)
+
+
+def engine_message(request_id: int, kind: str) -> gpuagent_pb2.EngineRequest:
+    request = gpuagent_pb2.EngineRequest(request_id=request_id)
+    getattr(request, kind).SetInParent()
+    return request
+
+
+@pytest.mark.parametrize("batches", [True, False])
+async def test_messages_that_travel_together_are_served_like_others_and_so_are_their_answers(batches: bool) -> None:
+    together = engine_message(2, "store")
+    together.batched.extend(engine_message(number, "store") for number in (3, 4))
+    answers: list[gpuagent_pb2.EngineResponse] = []
+    written: list[int] = []
+    ready, done = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def messages() -> AsyncIterator[gpuagent_pb2.EngineRequest]:
+        register = engine_message(1, "register")
+        register.register.batches = batches
+        yield register
+        await ready.wait()
+        yield together
+        await done.acquire()
+        await done.acquire()
+        await done.acquire()
+        yield engine_message(5, "close")
+        await asyncio.Event().wait()
+
+    async def write(answer: gpuagent_pb2.EngineResponse) -> None:
+        parts = unpack(answer)
+        answers.extend(parts)
+        ready.set()
+        for _ in [each for each in parts if each.WhichOneof("kind") == "store_done"]:
+            done.release()
+        written.append(len(parts))
+        await asyncio.sleep(0)
+
+    async with asyncio.timeout(PATIENCE_S):
+        await SessionStream(ENGINE_RULES, Answering("")).serve(messages(), write)
+    for number in (2, 3, 4):
+        kinds = [each.WhichOneof("kind") for each in answers if each.request_id == number]
+        assert kinds == ["gathered", "store_done"]
+    assert answers[-1].WhichOneof("kind") == "closed"
+    assert (max(written) > 1) == batches  # a peer that does not say that it reads them gets none
+
+
+async def test_a_peer_that_sends_too_many_messages_at_once_loses_its_session() -> None:
+    flood = engine_message(2, "store")
+    flood.batched.extend(engine_message(number, "store") for number in range(3, 3 + MESSAGES_MAX))
+    answers: list[gpuagent_pb2.EngineResponse] = []
+
+    async def messages() -> AsyncIterator[gpuagent_pb2.EngineRequest]:
+        yield engine_message(1, "register")
+        yield flood
+        await asyncio.Event().wait()
+
+    async def write(answer: gpuagent_pb2.EngineResponse) -> None:
+        answers.append(answer)
+
+    handler = Answering("")
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(InvalidRequest, match="in `batched`"):
+            await SessionStream(ENGINE_RULES, handler).serve(messages(), write)
+    assert not [each for each in answers if each.request_id > 1]
     assert len(handler.ends) == 1

@@ -50,11 +50,11 @@ class TransferRequest(Generic[ResultT]):
 
     async def done(self, timeout_s: float) -> ResultT:
         """The request's end. raises: DeadlineExceeded (the request goes on: `cancel` it); what refused or broke it."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(self._outcome)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the agent was not done within {timeout_s:g} s") from None
+        if not self._outcome.done():
+            await asyncio.wait([self._outcome], timeout=timeout_s)  # neither a cancelled caller ends it nor a late end
+        if not self._outcome.done():
+            raise DeadlineExceeded(f"the agent was not done within {timeout_s:g} s")
+        return self._outcome.result()
 
     def when_done(self, act: Callable[[ResultT | BaseException], None]) -> None:
         """Have `act` called soon after the request's end, also if that has been; it must not raise."""

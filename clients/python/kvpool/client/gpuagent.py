@@ -99,6 +99,7 @@ class EngineSession:
         for number, region in enumerate(self._hold.lent):
             await asyncio.to_thread(lend, self._offer, registered, number, region, self._config.connect_timeout_s)
         self._ready = await registration.ready
+        self._stream.packs = self._ready.batches
 
     @property
     def session_id(self) -> bytes:
@@ -144,6 +145,11 @@ class EngineSession:
     def blocks_per_chunk(self) -> int:
         """Engine blocks of one chunk."""
         return self._plan.spec.chunk_tokens // self._plan.layout.block_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a request waits for earlier ones before it is sent."""
+        return self._stream.is_full
 
     @property
     def broken(self) -> asyncio.Event:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -347,6 +348,26 @@ class AsyncPool:
         event = wait_event or (self._record_event() if chunks else None)
         return self._store(prompt, block_table, chunks, retention, still_valid, event, limit_s)
 
+    async def begin_store(
+        self,
+        prompt: Prompt,
+        block_table: BlockIds,
+        chunks: range,
+        *,
+        retention: Retention | None = None,
+        still_valid: Callable[[int], bool | Awaitable[bool]] | None = None,
+        wait_event: EngineEvent | None = None,
+    ) -> StoreRequest:
+        """Begin to store at most as many chunks as one request may name. Arguments as for `store`.
+
+        still_valid: is passed the number of leading chunks that were copied out. raises: InvalidRequest for a range
+        outside of the prompt; why the store was not begun.
+        """
+        requests, error = await self._begin(prompt, block_table, chunks, retention, still_valid, wait_event)
+        if error is not None:
+            raise error
+        return requests[0]
+
     async def _store(
         self,
         prompt: Prompt,
@@ -357,22 +378,8 @@ class AsyncPool:
         event: EngineEvent | None,
         timeout_s: float,
     ) -> AsyncHandle[StoreResult]:
-        requests: list[StoreRequest] = []
-        error: KvPoolError | None = Stopped("the store was not begun to its end")
-        trace = self._span("store", len(chunks))
-        try:
-            spans = self._windows(prompt, block_table, chunks, 0)
-            with trace.current():
-                error = await self._begin_stores(spans, requests, retention, still_valid, event)
-        except asyncio.CancelledError:  # its caller gets no handle
-            for request in requests:
-                request.cancel()
-            for request in requests:
-                await self._wait_released(request)
-            raise
-        finally:
-            end_with_stores(trace, requests, error)
-            self._session.give_back(event)
+        asked = (lambda _: still_valid()) if still_valid is not None else None
+        requests, error = await self._begin(prompt, block_table, chunks, retention, asked, event)
         if chunks.start <= prompt.pooled_chunks:
             prompt.pooled_chunks = max(prompt.pooled_chunks, chunks.stop)  # taken back by those that fail
         handle = AsyncHandle[StoreResult](partial(_end_of_store, prompt, chunks, requests, error, timeout_s))
@@ -381,20 +388,49 @@ class AsyncPool:
         handle.begun()
         return handle
 
+    async def _begin(
+        self,
+        prompt: Prompt,
+        block_table: BlockIds,
+        chunks: range,
+        retention: Retention | None,
+        still_valid: Callable[[int], bool | Awaitable[bool]] | None,
+        event: EngineEvent | None,
+    ) -> tuple[list[StoreRequest], KvPoolError | None]:
+        """Begin what can be begun of a store, and return why the rest was not."""
+        requests: list[StoreRequest] = []
+        error: KvPoolError | None = None
+        trace = self._span("store", len(chunks))
+        try:
+            spans = self._windows(prompt, block_table, chunks, 0)
+            with trace.current():
+                error = await self._begin_stores(spans, requests, retention, still_valid, event)
+        except BaseException:
+            error = Stopped("the store was not begun to its end")
+            for request in requests:  # their caller gets no handle
+                request.cancel()
+            for request in requests:
+                await self._wait_released(request)
+            raise
+        finally:
+            end_with_stores(trace, requests, error)
+            self._session.give_back(event)
+        return requests, error
+
     async def _begin_stores(
         self,
         spans: Sequence[ChunkRange],
         requests: list[StoreRequest],
         retention: Retention | None,
-        still_valid: Callable[[], bool | Awaitable[bool]] | None,
+        still_valid: Callable[[int], bool | Awaitable[bool]] | None,
         event: EngineEvent | None,
     ) -> KvPoolError | None:
-        """Begin what can be begun; why the rest was not."""
-        asked = (lambda _: still_valid()) if still_valid is not None else None
         for span in spans:
             try:
-                async with asyncio.timeout(self._config.call_timeout_s):
-                    requests.append(await self._session.store(span, retention=retention, kept=asked, after=event))
+                # A time limit takes the event loop longer than a request that need not wait for others.
+                async with asyncio.timeout(self._config.call_timeout_s) if self._session.is_full else nullcontext():
+                    request = await self._session.store(span, retention=retention, kept=still_valid, after=event)
+                requests.append(request)
             except TimeoutError:
                 return DeadlineExceeded("the agent takes no more stores now")
             except KvPoolError as refused:

@@ -22,6 +22,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Overloaded, ServiceUnavailable
 from kvpool.core.liveness import LivenessMonitor
 from kvpool.wire.convert import item_error_from_proto
+from kvpool.wire.packing import pack, unpack
 from kvpool.wire.status import StreamStatus, error_from_reason
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
         self._last_id = 0
         self._liveness: LivenessMonitor | None = None  # once heartbeats are sent
         self._heart: asyncio.Task[None] | None = None
+        self.packs = False  # whether the server takes several messages as one
         self.ended_well = False  # the server ended the stream with status OK
         self.failure: KvPoolError | None = None  # what ended the stream
         self.broken = asyncio.Event()  # it has ended, for whatever reason
@@ -120,6 +122,11 @@ class SessionStream(Generic[RequestT, ResponseT]):
             asyncio.create_task(self._write_all(), name=f"{name} writer"),
             asyncio.create_task(self._read_all(), name=f"{name} reader"),
         ]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many requests are in flight as there may be."""
+        return self._places.locked()
 
     def next_id(self) -> int:
         """A request id, > 0, unique on this stream."""
@@ -295,7 +302,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
         try:
             while True:
                 while self._outgoing:
-                    message = self._outgoing.popleft()
+                    message = pack(self._outgoing) if self.packs else self._outgoing.popleft()
                     self._on_write(message)
                     await self._call.write(message)
                 self._idle.set()
@@ -314,7 +321,8 @@ class SessionStream(Generic[RequestT, ResponseT]):
                 self.last_received_s = self._loop.time()
                 if self._liveness is not None:
                     self._liveness.beat()
-                self._dispatch(response)
+                for part in unpack(response):
+                    self._dispatch(part)
             self.ended_well = True
             error = ServiceUnavailable(f"{self._name}: the server ended the stream")
         except grpc.RpcError as rpc_error:

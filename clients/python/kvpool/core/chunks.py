@@ -83,7 +83,7 @@ def chunk_hashes(
         raise InvalidRequest(f"parent must have {HASH_BYTES} bytes, got {len(parent)}")
     if chunk_tokens <= 0:
         raise InvalidRequest(f"chunk_tokens must be > 0, got {chunk_tokens}")
-    raw = _token_bytes(tokens)
+    raw = token_ids(tokens).tobytes()
     step = 4 * chunk_tokens
     count = len(raw) // step
     if extras is not None and len(extras) != count:
@@ -108,7 +108,8 @@ def group_head_index(chunk_index: int) -> int:
     return chunk_index - chunk_index % GROUP_CHUNKS
 
 
-def _token_bytes(tokens: Tokens) -> bytes:
+def token_ids(tokens: Tokens) -> npt.NDArray[np.uint32]:
+    """[T] ids as they are hashed, checked. raises: InvalidRequest unless they are integers in [0, 2**32)."""
     try:
         array = np.asarray(tokens)
     except (ValueError, OverflowError):
@@ -121,7 +122,7 @@ def _token_bytes(tokens: Tokens) -> bytes:
         lowest, highest = int(array.min()), int(array.max())
         if lowest < 0 or highest > _MAX_TOKEN:
             raise InvalidRequest(f"tokens must lie in [0, 2**32), got {lowest if lowest < 0 else highest}")
-    return array.astype("<u4", copy=False).tobytes()
+    return array.astype("<u4", copy=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -306,6 +306,7 @@ class EngineRegister(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     BLOCK_GENERATIONS_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
     engine_name: _builtins.str
     """Engine's name for logs and status, at most 128 characters."""
     keyspace_name: _builtins.str
@@ -331,6 +332,8 @@ class EngineRegister(_message.Message):
     """
     engine_id: _builtins.bytes
     """Equal for all sessions of one engine: matches name GPU caches of other engines of this host, but not its own. At most 128 bytes; empty: they name none."""
+    batches: _builtins.bool
+    """True: the engine's client reads EngineResponse.batched."""
     @_builtins.property
     def spec(self) -> _common_pb2.KeyspaceSpec:
         """What the name must mean."""
@@ -368,10 +371,11 @@ class EngineRegister(_message.Message):
         version: _common_pb2.PeerVersion | None = ...,
         block_generations: _builtins.bool = ...,
         engine_id: _builtins.bytes = ...,
+        batches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_generations", b"block_generations", "engine_id", b"engine_id", "engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "block_generations", b"block_generations", "engine_id", b"engine_id", "engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -444,22 +448,26 @@ class EngineReady(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     MAX_REQUEST_CHUNKS_FIELD_NUMBER: _builtins.int
     LINK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu" or "cuda"."""
     max_request_chunks: _builtins.int
     """Chunks of one match, store, load or lease at most; more are refused with INVALID_ARGUMENT."""
     link_bytes_per_s: _builtins.float
     """Bytes per second that a plain copy from this host's memory to the device reached when the agent started; 0 if not known."""
+    batches: _builtins.bool
+    """True: the agent reads EngineRequest.batched."""
     def __init__(
         self,
         *,
         device: _builtins.str = ...,
         max_request_chunks: _builtins.int = ...,
         link_bytes_per_s: _builtins.float = ...,
+        batches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "link_bytes_per_s", b"link_bytes_per_s", "max_request_chunks", b"max_request_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "device", b"device", "link_bytes_per_s", b"link_bytes_per_s", "max_request_chunks", b"max_request_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1053,6 +1061,7 @@ class EngineRequest(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    BATCHED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the engine, > 0, unique in the session; `kept`, `cancel` and `event_recorded` carry the id of a store or load they speak of."""
     @_builtins.property
@@ -1103,6 +1112,10 @@ class EngineRequest(_message.Message):
     def trace(self) -> _common_pb2.TraceContext:
         """Trace that a match, store, load or lease belongs to. Unset: none."""
 
+    @_builtins.property
+    def batched(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineRequest]:
+        """At most 63 messages that are taken as if they had come by themselves after this one, in this order. Their own `batched` is ignored. More: INVALID_ARGUMENT."""
+
     def __init__(
         self,
         *,
@@ -1119,10 +1132,11 @@ class EngineRequest(_message.Message):
         lease: Global___EngineLeaseRequest | None = ...,
         cached: Global___EngineCached | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
+        batched: _abc.Iterable[Global___EngineRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "lease", b"lease", "load", b"load", "match", b"match", "register", b"register", "store", b"store", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "lease", b"lease", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batched", b"batched", "cached", b"cached", "cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "lease", b"lease", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["register", "match", "store", "kept", "load", "cancel", "heartbeat", "close", "event_recorded", "lease", "cached"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -1149,6 +1163,7 @@ class EngineResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     EVENT_WAITED_FIELD_NUMBER: _builtins.int
     LEASE_HELD_FIELD_NUMBER: _builtins.int
+    BATCHED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request; 0 for heartbeats and event_waited."""
     @_builtins.property
@@ -1199,6 +1214,10 @@ class EngineResponse(_message.Message):
     def lease_held(self) -> Global___EngineLeaseHeld:
         """Answer of lease."""
 
+    @_builtins.property
+    def batched(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineResponse]:
+        """At most 63 messages that are taken as if they had come by themselves after this one, in this order. Their own `batched` is ignored."""
+
     def __init__(
         self,
         *,
@@ -1215,10 +1234,11 @@ class EngineResponse(_message.Message):
         error: _common_pb2.ItemError | None = ...,
         event_waited: Global___EngineEvent | None = ...,
         lease_held: Global___EngineLeaseHeld | None = ...,
+        batched: _abc.Iterable[Global___EngineResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "lease_held", b"lease_held", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "store_done", b"store_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "lease_held", b"lease_held", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "request_id", b"request_id", "store_done", b"store_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batched", b"batched", "closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "lease_held", b"lease_held", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "request_id", b"request_id", "store_done", b"store_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["registered", "ready", "match", "gathered", "store_done", "load_progress", "load_done", "heartbeat", "closed", "error", "event_waited", "lease_held"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

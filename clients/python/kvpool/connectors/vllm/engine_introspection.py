@@ -138,10 +138,15 @@ class StepStart:
         known."""
         return bool(jobs.scheduler) and jobs.scheduler == self._scheduler and 0 < self._step < jobs.step - 1
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the connector has been notified of all steps that have begun: `passed` would return True at once."""
+        return self._scheduler not in _arrivals or self._arrival >= _arrivals[self._scheduler][0]
+
     async def passed(self) -> bool:
         """Return once the connector has been notified of all steps that had begun before the call. Runs on any event
         loop. False: one of them has failed before, and what it wrote to is not known."""
-        if self._scheduler not in _arrivals:
+        if self.is_current:
             return True
         newest, jobs = _arrivals[self._scheduler]
         while self._arrival < newest:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvpool.client.hashing import Prompt
-from kvpool.core.chunks import EXTRA_LORA, EXTRA_SALT, ROOT_HASH, Extra, chunk_hashes, multimodal_extra
+from kvpool.core.chunks import EXTRA_LORA, EXTRA_SALT, ROOT_HASH, Extra, chunk_hashes, multimodal_extra, token_ids
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.tracing import TraceParent
 
@@ -60,33 +60,35 @@ def final_tokens(request: Request) -> int:
     return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
 
 
-def request_chain(
+def request_chains(
     request: Request,
     adapter: bytes | None,
-    hash_key: bytes,
+    hash_keys: Sequence[bytes],
     chunk_tokens: int,
-    known: Prompt | None = None,
+    known: Sequence[Prompt] = (),
     epoch: bytes = b"",
-) -> Prompt:
-    """Return the chain of all current tokens of the request.
+) -> tuple[Prompt, ...]:
+    """Return the chains of all current tokens of the request, one for each hash key.
 
-    adapter: identity of its LoRA adapter, if it has one. known: chain of fewer of its tokens. epoch: separates its
-    hashes from those of other weights; empty for the initial ones. raises: InvalidRequest without the adapter's
-    identity.
+    adapter: identity of its LoRA adapter, if it has one. known: its chains of fewer tokens, if there are any. epoch:
+    separates its hashes from those of other weights; empty for the initial ones. raises: InvalidRequest without the
+    adapter's identity.
     """
     if request.lora_request is not None and adapter is None:
         raise InvalidRequest(f"the adapter of request {request.request_id} is not known")
-    first = known.chunk_count if known is not None else 0
+    first = known[0].chunk_count if known else 0
     tokens = request.all_token_ids[first * chunk_tokens :]  # a list: numpy reads vLLM's own sequence one by one
-    count = len(tokens) // chunk_tokens
+    ids, count = token_ids(np.asarray(tokens, dtype=np.int64)), len(tokens) // chunk_tokens
     begins_plain = first or not (request.cache_salt or adapter or epoch)
     extras = None
     if request.mm_features or not begins_plain:
         extras = [_extras(request, adapter, epoch, first + at, chunk_tokens) for at in range(count)]
-    parent = known.parent_hash(first) if known is not None else ROOT_HASH
-    added = chunk_hashes(hash_key, np.asarray(tokens, dtype=np.int64), chunk_tokens, parent=parent, extras=extras)
-    before = known.packed if known is not None else b""
-    return Prompt(chunk_tokens, first * chunk_tokens + len(tokens), before + b"".join(added))
+    token_count, chains = first * chunk_tokens + len(tokens), []
+    for number, hash_key in enumerate(hash_keys):
+        parent, before = (known[number].parent_hash(first), known[number].packed) if known else (ROOT_HASH, b"")
+        added = chunk_hashes(hash_key, ids, chunk_tokens, parent=parent, extras=extras)
+        chains.append(Prompt(chunk_tokens, token_count, before + b"".join(added)))
+    return tuple(chains)
 
 
 def _extras(request: Request, adapter: bytes | None, epoch: bytes, chunk: int, chunk_tokens: int) -> list[Extra]:

@@ -26,7 +26,7 @@ from kvpool.connectors.vllm.load_plans import LoadPlan, LoadPlans
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.lookups import Lookup, Lookups
 from kvpool.connectors.vllm.lora_identities import LoraIdentities
-from kvpool.connectors.vllm.request_chain import Request, final_tokens, request_chain, trace_of
+from kvpool.connectors.vllm.request_chain import Request, final_tokens, request_chains, trace_of
 from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.connectors.vllm.settings import LOAD_NEVER, STORE_NEVER, STORE_PREFILL, VllmSettings
 from kvpool.connectors.vllm.step_jobs import (
@@ -462,14 +462,7 @@ class ConnectorScheduler:
         chunk_tokens, adapter, epoch = self._settings.chunk_tokens, state.adapter, self._epoch
         keys = [pool.session.hash_key for pool in pools]
 
-        def hash_tokens() -> tuple[Prompt, ...]:
-            begun = known or (None,) * len(keys)
-            return tuple(
-                request_chain(request, adapter, key, chunk_tokens, chain, epoch)
-                for key, chain in zip(keys, begun, strict=True)
-            )
-
-        return hash_tokens
+        return lambda: request_chains(request, adapter, keys, chunk_tokens, known, epoch)
 
     def _chains_of(self, state: _State, pools: Sequence[AsyncPool]) -> tuple[Prompt, ...]:
         state.chains = state.chains or state.lookup.chains

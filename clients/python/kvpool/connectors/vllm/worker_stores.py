@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from kvpool.client.block_generations import BlockGenerations
 from kvpool.client.engine_items import StoreResult
@@ -20,7 +21,7 @@ from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvent, StepEvents
 from kvpool.connectors.vllm.step_jobs import StepJobs, StoreJob, StoreReport, block_table, prompt_of_job
 
-_STORES_MAX = 16  # at once: an agent takes 64 loads and stores of a session
+_STORES_MAX = 16  # of a group at once: an agent takes 64 loads and stores of a session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,8 @@ class WorkerStores:
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Store] = deque()  # for an event
         self._futures: set[Future[_Outcome]] = set()  # of those that have begun and not ended
-        self._limiter = ConcurrencyLimiter(count=_STORES_MAX, size_bytes=settings.store_bytes_in_flight_max)
+        self._places = [ConcurrencyLimiter(count=_STORES_MAX, size_bytes=1 << 62) for _ in cache.groups]
+        self._bytes = ConcurrencyLimiter(count=1 << 31, size_bytes=settings.store_bytes_in_flight_max)
 
     def start(self, job: StoreJob, invalid_blocks: Set[int]) -> None:
         """Queue a store of this step's results. invalid_blocks: blocks that this step read but whose load failed."""
@@ -190,7 +192,7 @@ class WorkerStores:
     async def _store(self, store: _Store, step_event: StepEvent) -> _Outcome:
         """Run one store on the pool's event loop. Its windows start in order and end in any order."""
         job, outcome, pools = store.job, _Outcome(), self._connection.pools
-        group, step_events = self._groups[job.group], self._events_of(store)
+        group, places, step_events = self._groups[job.group], self._places[job.group], self._events_of(store)
         try:
             if not pools:
                 raise unreachable()
@@ -200,31 +202,37 @@ class WorkerStores:
             starts = range(job.first_chunk, job.end_chunk, limit)
             left = len(starts)
 
-            async def still_valid() -> bool:
+            async def valid_after_step() -> bool:
                 return await self._step_start.passed() and store.still_valid
+
+            def still_valid(_: int) -> bool | Awaitable[bool]:
+                return store.still_valid if self._step_start.is_current else valid_after_step()
 
             async def window(chunks: range) -> None:
                 nonlocal left
-                async with self._limiter.acquire(len(chunks) * group.chunk_bytes):
+                async with places.acquire(0), self._bytes.acquire(len(chunks) * group.chunk_bytes):
                     if not store.still_valid:
                         outcome.skipped += len(chunks)
                         return
-                    handle = await pool.store(
+                    request = await pool.begin_store(
                         prompt,
                         blocks,
-                        first_chunk=chunks.start,
-                        end_chunk=chunks.stop,
+                        chunks,
                         retention=job.retention,
                         still_valid=still_valid,
                         wait_event=step_events.share(step_event).event,
                     )
-                    await handle.wait_released()
+                    await request.wait_released()
                     left -= 1
                     store.released = not left
-                    _add(outcome, await handle.result(self._settings.store_hold_max_s))
+                    _add(outcome, await request.done(self._settings.store_hold_max_s))
 
             windows = [range(start, min(start + limit, job.end_chunk)) for start in starts]
-            ends = await asyncio.gather(*map(window, windows), return_exceptions=True)
+            ends: list[BaseException | None]
+            if len(windows) == 1:  # mostly there is one: a task would cost more than it does
+                ends = [await _end_of(window(windows[0]))]
+            else:
+                ends = await asyncio.gather(*map(window, windows), return_exceptions=True)
             for chunks, end in zip(windows, ends, strict=True):
                 if end is not None:
                     outcome.failed += len(chunks)
@@ -279,6 +287,15 @@ class WorkerStores:
                 failure="; ".join(sorted(outcome.failures)),
             )
         )
+
+
+async def _end_of(window: Coroutine[Any, Any, None]) -> BaseException | None:
+    """Return the error that a window has ended in."""
+    try:
+        await window
+    except (Exception, asyncio.CancelledError) as error:
+        return error
+    return None
 
 
 def _add(outcome: _Outcome, result: StoreResult) -> None:
