@@ -27,8 +27,8 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Overloaded, Stopped
 from kvpool.core.liveness import LivenessMonitor
 from kvpool.core.tracing import Span
+from kvpool.wire.batching import batch, unbatch
 from kvpool.wire.convert import item_error_to_proto
-from kvpool.wire.packing import pack, unpack
 from kvpool_server.logs import note_request
 
 _log = logging.getLogger(__name__)
@@ -210,9 +210,8 @@ class SessionRules(Generic[ResponseT]):
     requests_max: int
     heartbeat_s: float
     cancels_requests: bool  # when a session ends; else they are waited for
-    takes_batches: Callable[[Any], bool] = lambda _: (
-        False
-    )  # what a first message says: whether its peer reads `batched`
+    # Whether the peer that sent this first message reads `batched`.
+    reads_batched: Callable[[Any], bool] = lambda _: False
 
 
 class SessionStream(Generic[RequestT, ResponseT]):
@@ -226,7 +225,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
         self._over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._opening: asyncio.Task[None] | None = None
         self._requests: dict[asyncio.Task[None], None] = {}  # in the order in which they came
-        self._packs = False  # whether the peer takes several answers as one
+        self._batches = False  # whether the peer reads `batched`
         self._complete = False  # no more answers will be queued
         self._finishing: asyncio.Future[None] | None = None
 
@@ -251,7 +250,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
     async def _read(self, messages: AsyncIterator[RequestT]) -> None:
         try:
             async for message in messages:
-                for part in unpack(message):
+                for part in unbatch(message):
                     event = self._machine.receive(part)
                     if event is None:
                         continue
@@ -276,7 +275,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
                 self._requests[task] = None
                 task.add_done_callback(lambda ended: self._requests.pop(ended, None))
             case Begin(Role.OPEN, message):
-                self._packs = self._rules.takes_batches(message)
+                self._batches = self._rules.reads_batched(message)
                 self._opening = asyncio.ensure_future(self._open(message))
             case Refuse(message, error):
                 if self._rules.roles.get(message.WhichOneof("kind") or "") is Role.REQUEST:
@@ -376,7 +375,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
         try:
             while True:
                 while self._outbox:
-                    await write(pack(self._outbox) if self._packs else self._outbox.popleft())
+                    await write(batch(self._outbox) if self._batches else self._outbox.popleft())
                 if self._complete:
                     return
                 self._wake.clear()

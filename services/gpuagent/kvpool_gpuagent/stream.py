@@ -163,7 +163,7 @@ class Registrar:
             device=self.engine.device.name,
             max_request_chunks=self.engine.config.max_request_chunks,
             link_bytes_per_s=self.engine.link_bytes_per_s,
-            batches=True,
+            reads_batched=True,
         )
 
     def _registered(self, session: EngineSession, token: bytes) -> gpuagent_pb2.EngineRegistered:
@@ -212,7 +212,7 @@ def session_rules(config: GpuAgentConfig) -> SessionRules[Response]:
         requests_max=_REQUESTS_PER_PLACE * config.max_running_requests,
         heartbeat_s=config.heartbeat_interval_ms / 1e3,
         cancels_requests=False,
-        takes_batches=lambda first: first.register.batches,
+        reads_batched=lambda first: first.register.reads_batched,
     )
 
 

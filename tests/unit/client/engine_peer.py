@@ -85,7 +85,7 @@ class Engine:
             heartbeat_interval_ms=interval_ms,
         )
         stream.send(Response(request_id=request.request_id, registered=registered))
-        ready = gpuagent_pb2.EngineReady(device="cpu", max_request_chunks=max_request_chunks)
+        ready = gpuagent_pb2.EngineReady(device="cpu", max_request_chunks=max_request_chunks, reads_batched=True)
         stream.send(Response(request_id=request.request_id, ready=ready))
         return stream, request
 

@@ -14,7 +14,7 @@ from kvpool.core.elements import Dtype
 from kvpool.core.errors import KvPoolError
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.wire.packing import unpack
+from kvpool.wire.batching import unbatch
 from kvpool.wire.status import error_to_status
 from tests.fixtures.patience import PATIENCE_S, patient
 
@@ -56,6 +56,7 @@ class Script:
     def __init__(self, context: Any) -> None:
         self.context = context
         self.received: asyncio.Queue[Any] = asyncio.Queue()
+        self.message_count = 0  # as gRPC counts them: one may have been several
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self.ended = asyncio.Event()
 
@@ -93,7 +94,8 @@ class Script:
 
     async def _read(self, requests: AsyncIterator[Any]) -> None:
         async for request in requests:
-            for part in unpack(request):
+            self.message_count += 1
+            for part in unbatch(request):
                 self.received.put_nowait(part)
 
 

@@ -309,6 +309,66 @@ async def test_store_reports_chunks_by_their_place_in_the_chain() -> None:
         assert {index: type(error) for index, error in report.failed_chunks.items()} == {2: PageCorrupt}
 
 
+async def test_a_store_of_one_request_is_one_request_or_none() -> None:
+    async with pool(max_request_chunks=2) as (cache, stream, _):
+        chain = cache.prompt(TOKENS)
+        for chunks in (range(4), range(0), range(3, 5)):
+            with pytest.raises(InvalidRequest):
+                await cache.begin_store(chain, BLOCKS, chunks, wait_event=None)
+        counts: list[int] = []
+
+        def still_valid(count: int) -> bool:
+            counts.append(count)
+            return True
+
+        storing = await cache.begin_store(chain, BLOCKS, range(1, 3), wait_event=None, still_valid=still_valid)
+        request = await stream.next("store")  # of those before nothing was sent
+        assert request.store.chunk_hashes == chain.packed_hashes(1, 3)
+        with pytest.raises(DeadlineExceeded):
+            await storing.done(0.0)
+        stream.send(Response(request_id=request.request_id, gathered=gpuagent_pb2.EngineGathered(chunk_count=2)))
+        assert (await stream.next("kept")).kept.kept
+        assert (storing.released, counts) == (True, [2])
+        waiting = asyncio.create_task(storing.done(PATIENCE_S))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        done = gpuagent_pb2.EngineStoreDone(stored_chunks=2)
+        stream.send(Response(request_id=request.request_id, store_done=done))
+        assert (await storing.done(PATIENCE_S)).stored_chunks == 2, "also after one that was cancelled"
+
+
+async def test_a_store_of_one_request_that_is_not_begun_says_why() -> None:
+    async with pool() as (cache, stream, _):
+        stream.end()
+        await cache.session.broken.wait()
+        with pytest.raises(ServiceUnavailable):
+            await cache.begin_store(cache.prompt(TOKENS), BLOCKS, range(2), wait_event=None)
+
+
+async def test_a_store_of_one_request_waits_for_its_place_no_longer_than_a_call() -> None:
+    async with pool(requests_in_flight_max=1, call_timeout_s=0.2) as (cache, stream, _):
+        chain = cache.prompt(TOKENS)
+        first = await cache.begin_store(chain, BLOCKS, range(1), wait_event=None)
+        request = await stream.next("store")
+        with pytest.raises(DeadlineExceeded, match="takes no more stores"):
+            await cache.begin_store(chain, BLOCKS, range(1, 2), wait_event=None)
+        stream.send(Response(request_id=request.request_id, store_done=gpuagent_pb2.EngineStoreDone(stored_chunks=1)))
+        assert (await first.done(PATIENCE_S)).stored_chunks == 1
+
+
+async def test_stores_that_begin_together_are_sent_together() -> None:
+    async with pool() as (cache, stream, _):
+        chain, before = cache.prompt(TOKENS), stream.message_count
+        begun = [await cache.begin_store(chain, BLOCKS, range(at, at + 1), wait_event=None) for at in range(4)]
+        requests = [await stream.next("store") for _ in begun]
+        assert [request.store.first_chunk_index for request in requests] == [0, 1, 2, 3]
+        assert stream.message_count < before + 4
+        for request in requests:
+            done = gpuagent_pb2.EngineStoreDone(stored_chunks=1)
+            stream.send(Response(request_id=request.request_id, store_done=done))
+        assert [(await one.done(PATIENCE_S)).stored_chunks for one in begun] == [1, 1, 1, 1]
+
+
 async def test_a_store_without_an_agent_fails_every_chunk_and_holds_nothing() -> None:
     async with pool() as (cache, stream, _):
         stream.end()

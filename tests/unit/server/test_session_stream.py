@@ -11,7 +11,7 @@ import pytest
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.tracing import Span
 from kvpool.v1 import gpuagent_pb2, pagestore_pb2
-from kvpool.wire.packing import MESSAGES_MAX, unpack
+from kvpool.wire.batching import MESSAGES_MAX, unbatch
 from kvpool_server.session_stream import End, Role, SessionRules, SessionStream
 from tests.fixtures.patience import PATIENCE_S
 
@@ -136,7 +136,7 @@ ENGINE_RULES = SessionRules(
     requests_max=4,
     heartbeat_s=PATIENCE_S,
     cancels_requests=True,
-    takes_batches=lambda first: first.register.batches,
+    reads_batched=lambda first: first.register.reads_batched,
 )
 
 
@@ -156,7 +156,7 @@ async def test_messages_that_travel_together_are_served_like_others_and_so_are_t
 
     async def messages() -> AsyncIterator[gpuagent_pb2.EngineRequest]:
         register = engine_message(1, "register")
-        register.register.batches = batches
+        register.register.reads_batched = batches
         yield register
         await ready.wait()
         yield together
@@ -167,11 +167,12 @@ async def test_messages_that_travel_together_are_served_like_others_and_so_are_t
         await asyncio.Event().wait()
 
     async def write(answer: gpuagent_pb2.EngineResponse) -> None:
-        parts = unpack(answer)
+        parts = unbatch(answer)
         answers.extend(parts)
         ready.set()
-        for _ in [each for each in parts if each.WhichOneof("kind") == "store_done"]:
-            done.release()
+        for part in parts:
+            if part.WhichOneof("kind") == "store_done":
+                done.release()
         written.append(len(parts))
         await asyncio.sleep(0)
 
@@ -199,7 +200,7 @@ async def test_a_peer_that_sends_too_many_messages_at_once_loses_its_session() -
 
     handler = Answering("")
     async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(InvalidRequest, match="in `batched`"):
+        with pytest.raises(InvalidRequest, match="`batched` may have"):
             await SessionStream(ENGINE_RULES, handler).serve(messages(), write)
     assert not [each for each in answers if each.request_id > 1]
     assert len(handler.ends) == 1

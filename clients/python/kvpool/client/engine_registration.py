@@ -128,7 +128,7 @@ def register_to_proto(plan: EngineRegistration) -> gpuagent_pb2.EngineRegister:
         hold_file=any(isinstance(region, GpuRegion) for region in plan.regions),
         version=own_version_to_proto(),
         block_generations=plan.generations is not None,
-        batches=True,
+        reads_batched=True,
         engine_id=plan.engine_id,
     )
 

@@ -51,7 +51,7 @@ class TransferRequest(Generic[ResultT]):
     async def done(self, timeout_s: float) -> ResultT:
         """The request's end. raises: DeadlineExceeded (the request goes on: `cancel` it); what refused or broke it."""
         if not self._outcome.done():
-            await asyncio.wait([self._outcome], timeout=timeout_s)  # neither a cancelled caller ends it nor a late end
+            await asyncio.wait([self._outcome], timeout=timeout_s)  # which cancels nothing
         if not self._outcome.done():
             raise DeadlineExceeded(f"the agent was not done within {timeout_s:g} s")
         return self._outcome.result()

@@ -99,7 +99,8 @@ class EngineSession:
         for number, region in enumerate(self._hold.lent):
             await asyncio.to_thread(lend, self._offer, registered, number, region, self._config.connect_timeout_s)
         self._ready = await registration.ready
-        self._stream.packs = self._ready.batches
+        if self._ready.reads_batched:
+            self._stream.start_batching()
 
     @property
     def session_id(self) -> bytes:

@@ -354,19 +354,35 @@ class AsyncPool:
         block_table: BlockIds,
         chunks: range,
         *,
+        wait_event: EngineEvent | None,
         retention: Retention | None = None,
         still_valid: Callable[[int], bool | Awaitable[bool]] | None = None,
-        wait_event: EngineEvent | None = None,
     ) -> StoreRequest:
-        """Begin to store at most as many chunks as one request may name. Arguments as for `store`.
+        """Begin to store chunks in one request to the agent, for callers that keep account of them themselves: the
+        prompt does not note what is in the pool.
 
-        still_valid: is passed the number of leading chunks that were copied out. raises: InvalidRequest for a range
-        outside of the prompt; why the store was not begun.
+        wait_event: engine work that must end before the blocks are read; it is given back. None: there is none.
+        retention, still_valid: as for `store`; still_valid is passed the number of leading chunks that were copied out.
+        raises: InvalidRequest for a range that is empty, outside of the prompt, or more than one request may name; why
+        the store was not begun.
         """
-        requests, error = await self._begin(prompt, block_table, chunks, retention, still_valid, wait_event)
-        if error is not None:
-            raise error
-        return requests[0]
+        requests: list[StoreRequest] = []
+        error: KvPoolError | None = None
+        trace = self._span("store", len(chunks))
+        try:
+            spans = self._windows(prompt, block_table, chunks, 0)
+            if len(spans) != 1:
+                most = self._session.max_request_chunks
+                raise InvalidRequest(f"one request stores 1 to {most} chunks, got {len(chunks)}")
+            with trace.current():
+                requests.append(await self._begin_one(spans[0], retention, still_valid, wait_event))
+            return requests[0]
+        except KvPoolError as refused:
+            error = refused
+            raise
+        finally:
+            end_with_stores(trace, requests, error)
+            self._session.give_back(wait_event)
 
     async def _store(
         self,
@@ -378,8 +394,22 @@ class AsyncPool:
         event: EngineEvent | None,
         timeout_s: float,
     ) -> AsyncHandle[StoreResult]:
-        asked = (lambda _: still_valid()) if still_valid is not None else None
-        requests, error = await self._begin(prompt, block_table, chunks, retention, asked, event)
+        requests: list[StoreRequest] = []
+        error: KvPoolError | None = Stopped("the store was not begun to its end")
+        trace = self._span("store", len(chunks))
+        try:
+            spans = self._windows(prompt, block_table, chunks, 0)
+            with trace.current():
+                error = await self._begin_stores(spans, requests, retention, still_valid, event)
+        except asyncio.CancelledError:  # its caller gets no handle
+            for request in requests:
+                request.cancel()
+            for request in requests:
+                await self._wait_released(request)
+            raise
+        finally:
+            end_with_stores(trace, requests, error)
+            self._session.give_back(event)
         if chunks.start <= prompt.pooled_chunks:
             prompt.pooled_chunks = max(prompt.pooled_chunks, chunks.stop)  # taken back by those that fail
         handle = AsyncHandle[StoreResult](partial(_end_of_store, prompt, chunks, requests, error, timeout_s))
@@ -388,54 +418,39 @@ class AsyncPool:
         handle.begun()
         return handle
 
-    async def _begin(
-        self,
-        prompt: Prompt,
-        block_table: BlockIds,
-        chunks: range,
-        retention: Retention | None,
-        still_valid: Callable[[int], bool | Awaitable[bool]] | None,
-        event: EngineEvent | None,
-    ) -> tuple[list[StoreRequest], KvPoolError | None]:
-        """Begin what can be begun of a store, and return why the rest was not."""
-        requests: list[StoreRequest] = []
-        error: KvPoolError | None = None
-        trace = self._span("store", len(chunks))
-        try:
-            spans = self._windows(prompt, block_table, chunks, 0)
-            with trace.current():
-                error = await self._begin_stores(spans, requests, retention, still_valid, event)
-        except BaseException:
-            error = Stopped("the store was not begun to its end")
-            for request in requests:  # their caller gets no handle
-                request.cancel()
-            for request in requests:
-                await self._wait_released(request)
-            raise
-        finally:
-            end_with_stores(trace, requests, error)
-            self._session.give_back(event)
-        return requests, error
-
     async def _begin_stores(
         self,
         spans: Sequence[ChunkRange],
         requests: list[StoreRequest],
         retention: Retention | None,
-        still_valid: Callable[[int], bool | Awaitable[bool]] | None,
+        still_valid: Callable[[], bool | Awaitable[bool]] | None,
         event: EngineEvent | None,
     ) -> KvPoolError | None:
+        """Begin what can be begun; why the rest was not."""
+        asked = (lambda _: still_valid()) if still_valid is not None else None
         for span in spans:
             try:
-                # A time limit takes the event loop longer than a request that need not wait for others.
-                async with asyncio.timeout(self._config.call_timeout_s) if self._session.is_full else nullcontext():
-                    request = await self._session.store(span, retention=retention, kept=still_valid, after=event)
-                requests.append(request)
-            except TimeoutError:
-                return DeadlineExceeded("the agent takes no more stores now")
+                requests.append(await self._begin_one(span, retention, asked, event))
             except KvPoolError as refused:
-                return self._explain(refused)
+                return refused
         return None
+
+    async def _begin_one(
+        self,
+        span: ChunkRange,
+        retention: Retention | None,
+        still_valid: Callable[[int], bool | Awaitable[bool]] | None,
+        event: EngineEvent | None,
+    ) -> StoreRequest:
+        # A time limit costs the event loop more than a request that need not wait for others.
+        limit = asyncio.timeout(self._config.call_timeout_s) if self._session.is_full else nullcontext()
+        try:
+            async with limit:
+                return await self._session.store(span, retention=retention, kept=still_valid, after=event)
+        except TimeoutError:
+            raise DeadlineExceeded("the agent takes no more stores now") from None
+        except KvPoolError as refused:
+            raise self._explain(refused) from None
 
     def count(self, prompt: Prompt, *, own_tokens: int, load: LoadResult | None = None) -> RequestStats:
         """Where one prompt's tokens came from; also added to `totals`."""

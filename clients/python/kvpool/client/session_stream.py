@@ -21,8 +21,8 @@ import grpc
 from kvpool.client.config import ClientConfig
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Overloaded, ServiceUnavailable
 from kvpool.core.liveness import LivenessMonitor
+from kvpool.wire.batching import batch, unbatch
 from kvpool.wire.convert import item_error_from_proto
-from kvpool.wire.packing import pack, unpack
 from kvpool.wire.status import StreamStatus, error_from_reason
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class SessionStream(Generic[RequestT, ResponseT]):
         request_id_of: Callable[[ResponseT], int] = attrgetter("request_id"),
     ) -> None:
         """channel: one of the stream's own, closed with it. on_unasked: takes messages that answer no pending request;
-        must neither block nor raise. on_write: gets each message right before it goes out, and may add to it."""
+        must neither block nor raise. on_write: gets each message right before it goes out, and may add to it; for
+        streams that do not batch."""
         self._call, self._config, self._name, self._channel = call, config, name, channel
         self._on_broken, self._on_unasked, self._request_id_of = on_broken, on_unasked, request_id_of
         self._on_write = on_write
@@ -111,9 +112,9 @@ class SessionStream(Generic[RequestT, ResponseT]):
         self._places = asyncio.Semaphore(config.requests_in_flight_max)
         self._pending: dict[int, tuple[Reply[ResponseT], bool]] = {}  # by request id; whether it holds a place
         self._last_id = 0
+        self._batches = False
         self._liveness: LivenessMonitor | None = None  # once heartbeats are sent
         self._heart: asyncio.Task[None] | None = None
-        self.packs = False  # whether the server takes several messages as one
         self.ended_well = False  # the server ended the stream with status OK
         self.failure: KvPoolError | None = None  # what ended the stream
         self.broken = asyncio.Event()  # it has ended, for whatever reason
@@ -234,6 +235,10 @@ class SessionStream(Generic[RequestT, ResponseT]):
         self._idle.clear()
         self._wake.set()
 
+    def start_batching(self) -> None:
+        """The server reads `batched`: send messages that wait together as one gRPC message from now on."""
+        self._batches = True
+
     def start_heartbeats(self, message: RequestT, interval_ms: int) -> None:
         """Show that we live, and end the stream when the peer does not. message: sent as it is, again and again."""
         self._liveness = LivenessMonitor(max(interval_ms, 1) / 1e3)
@@ -302,7 +307,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
         try:
             while True:
                 while self._outgoing:
-                    message = pack(self._outgoing) if self.packs else self._outgoing.popleft()
+                    message = batch(self._outgoing) if self._batches else self._outgoing.popleft()
                     self._on_write(message)
                     await self._call.write(message)
                 self._idle.set()
@@ -321,7 +326,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
                 self.last_received_s = self._loop.time()
                 if self._liveness is not None:
                     self._liveness.beat()
-                for part in unpack(response):
+                for part in unbatch(response):
                     self._dispatch(part)
             self.ended_well = True
             error = ServiceUnavailable(f"{self._name}: the server ended the stream")

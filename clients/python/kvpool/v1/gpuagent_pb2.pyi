@@ -306,7 +306,7 @@ class EngineRegister(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     BLOCK_GENERATIONS_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
-    BATCHES_FIELD_NUMBER: _builtins.int
+    READS_BATCHED_FIELD_NUMBER: _builtins.int
     engine_name: _builtins.str
     """Engine's name for logs and status, at most 128 characters."""
     keyspace_name: _builtins.str
@@ -332,8 +332,8 @@ class EngineRegister(_message.Message):
     """
     engine_id: _builtins.bytes
     """Equal for all sessions of one engine: matches name GPU caches of other engines of this host, but not its own. At most 128 bytes; empty: they name none."""
-    batches: _builtins.bool
-    """True: the engine's client reads EngineResponse.batched."""
+    reads_batched: _builtins.bool
+    """True: the engine's client reads EngineResponse.batched. False or unset: the agent sends none."""
     @_builtins.property
     def spec(self) -> _common_pb2.KeyspaceSpec:
         """What the name must mean."""
@@ -371,11 +371,11 @@ class EngineRegister(_message.Message):
         version: _common_pb2.PeerVersion | None = ...,
         block_generations: _builtins.bool = ...,
         engine_id: _builtins.bytes = ...,
-        batches: _builtins.bool = ...,
+        reads_batched: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "block_generations", b"block_generations", "engine_id", b"engine_id", "engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_generations", b"block_generations", "engine_id", b"engine_id", "engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "reads_batched", b"reads_batched", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -448,26 +448,26 @@ class EngineReady(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     MAX_REQUEST_CHUNKS_FIELD_NUMBER: _builtins.int
     LINK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
-    BATCHES_FIELD_NUMBER: _builtins.int
+    READS_BATCHED_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu" or "cuda"."""
     max_request_chunks: _builtins.int
     """Chunks of one match, store, load or lease at most; more are refused with INVALID_ARGUMENT."""
     link_bytes_per_s: _builtins.float
     """Bytes per second that a plain copy from this host's memory to the device reached when the agent started; 0 if not known."""
-    batches: _builtins.bool
-    """True: the agent reads EngineRequest.batched."""
+    reads_batched: _builtins.bool
+    """True: the agent reads EngineRequest.batched. False or unset: send none."""
     def __init__(
         self,
         *,
         device: _builtins.str = ...,
         max_request_chunks: _builtins.int = ...,
         link_bytes_per_s: _builtins.float = ...,
-        batches: _builtins.bool = ...,
+        reads_batched: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "device", b"device", "link_bytes_per_s", b"link_bytes_per_s", "max_request_chunks", b"max_request_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "link_bytes_per_s", b"link_bytes_per_s", "max_request_chunks", b"max_request_chunks", "reads_batched", b"reads_batched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1114,7 +1114,7 @@ class EngineRequest(_message.Message):
 
     @_builtins.property
     def batched(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineRequest]:
-        """At most 63 messages that are taken as if they had come by themselves after this one, in this order. Their own `batched` is ignored. More: INVALID_ARGUMENT."""
+        """At most 63 messages that are served as if they had come by themselves after this one, in this order. Their own `batched` is empty. Else the stream ends with INVALID_ARGUMENT."""
 
     def __init__(
         self,
@@ -1216,7 +1216,7 @@ class EngineResponse(_message.Message):
 
     @_builtins.property
     def batched(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineResponse]:
-        """At most 63 messages that are taken as if they had come by themselves after this one, in this order. Their own `batched` is ignored."""
+        """At most 63 messages that count as if they had come by themselves after this one, in this order. Their own `batched` is empty. Else the engine's client ends the stream."""
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ class ConnectorWorker:
         self._done: deque[Callable[[], None]] = deque()  # appended on the loop, run here
         self._requests: dict[str, _Request] = {}  # whose loads have not ended
         self._waiting: deque[_Load] = deque()  # for an event
-        self._limiter = ConcurrencyLimiter(count=_LOADS_MAX, size_bytes=1 << 62)
+        self._limiter = ConcurrencyLimiter(count=_LOADS_MAX)
         self._wait_when_idle, self._engine_computes = wait_when_idle, True
         self._ended = threading.Event()  # a load has, since it was last looked at
         self._received: set[str] = set()

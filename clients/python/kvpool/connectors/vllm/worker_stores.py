@@ -20,6 +20,7 @@ from kvpool.connectors.vllm.engine_introspection import StepStart
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvent, StepEvents
 from kvpool.connectors.vllm.step_jobs import StepJobs, StoreJob, StoreReport, block_table, prompt_of_job
+from kvpool.core.errors import KvPoolError
 
 _STORES_MAX = 16  # of a group at once: an agent takes 64 loads and stores of a session
 
@@ -109,8 +110,8 @@ class WorkerStores:
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Store] = deque()  # for an event
         self._futures: set[Future[_Outcome]] = set()  # of those that have begun and not ended
-        self._places = [ConcurrencyLimiter(count=_STORES_MAX, size_bytes=1 << 62) for _ in cache.groups]
-        self._bytes = ConcurrencyLimiter(count=1 << 31, size_bytes=settings.store_bytes_in_flight_max)
+        self._places = [ConcurrencyLimiter(count=_STORES_MAX) for _ in cache.groups]
+        self._bytes = ConcurrencyLimiter(size_bytes=settings.store_bytes_in_flight_max)
 
     def start(self, job: StoreJob, invalid_blocks: Set[int]) -> None:
         """Queue a store of this step's results. invalid_blocks: blocks that this step read but whose load failed."""
@@ -208,29 +209,37 @@ class WorkerStores:
             def still_valid(_: int) -> bool | Awaitable[bool]:
                 return store.still_valid if self._step_start.is_current else valid_after_step()
 
-            async def window(chunks: range) -> None:
+            def note_released() -> None:
                 nonlocal left
+                left -= 1
+                store.released = not left
+
+            async def window(chunks: range) -> None:
                 async with places.acquire(0), self._bytes.acquire(len(chunks) * group.chunk_bytes):
                     if not store.still_valid:
                         outcome.skipped += len(chunks)
+                        note_released()
                         return
-                    request = await pool.begin_store(
-                        prompt,
-                        blocks,
-                        chunks,
-                        retention=job.retention,
-                        still_valid=still_valid,
-                        wait_event=step_events.share(step_event).event,
-                    )
+                    try:
+                        request = await pool.begin_store(
+                            prompt,
+                            blocks,
+                            chunks,
+                            wait_event=step_events.share(step_event).event,
+                            retention=job.retention,
+                            still_valid=still_valid,
+                        )
+                    except KvPoolError:  # nothing was sent
+                        note_released()
+                        raise
                     await request.wait_released()
-                    left -= 1
-                    store.released = not left
+                    note_released()
                     _add(outcome, await request.done(self._settings.store_hold_max_s))
 
             windows = [range(start, min(start + limit, job.end_chunk)) for start in starts]
             ends: list[BaseException | None]
-            if len(windows) == 1:  # mostly there is one: a task would cost more than it does
-                ends = [await _end_of(window(windows[0]))]
+            if len(windows) == 1:  # mostly there is one, which needs no task of its own
+                ends = [await _error_of(window(windows[0]))]
             else:
                 ends = await asyncio.gather(*map(window, windows), return_exceptions=True)
             for chunks, end in zip(windows, ends, strict=True):
@@ -289,7 +298,7 @@ class WorkerStores:
         )
 
 
-async def _end_of(window: Coroutine[Any, Any, None]) -> BaseException | None:
+async def _error_of(window: Coroutine[Any, Any, None]) -> BaseException | None:
     """Return the error that a window has ended in."""
     try:
         await window
