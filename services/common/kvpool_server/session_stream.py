@@ -27,8 +27,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Overloaded, Stopped
 from kvpool.core.liveness import LivenessMonitor
 from kvpool.core.tracing import Span
-from kvpool.wire.batching import batch, unbatch
-from kvpool.wire.convert import item_error_to_proto
+from kvpool.wire.convert import batch, item_error_to_proto, unbatch
 from kvpool_server.logs import note_request
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from kvpool.core.elements import Dtype
 from kvpool.core.errors import KvPoolError
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.wire.batching import unbatch
+from kvpool.wire.convert import unbatch
 from kvpool.wire.status import error_to_status
 from tests.fixtures.patience import PATIENCE_S, patient
 

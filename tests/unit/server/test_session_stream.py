@@ -11,7 +11,7 @@ import pytest
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.tracing import Span
 from kvpool.v1 import gpuagent_pb2, pagestore_pb2
-from kvpool.wire.batching import MESSAGES_MAX, unbatch
+from kvpool.wire.convert import BATCH_MESSAGES_MAX, unbatch
 from kvpool_server.session_stream import End, Role, SessionRules, SessionStream
 from tests.fixtures.patience import PATIENCE_S
 
@@ -187,7 +187,7 @@ async def test_messages_that_travel_together_are_served_like_others_and_so_are_t
 
 async def test_a_peer_that_sends_too_many_messages_at_once_loses_its_session() -> None:
     flood = engine_message(2, "store")
-    flood.batched.extend(engine_message(number, "store") for number in range(3, 3 + MESSAGES_MAX))
+    flood.batched.extend(engine_message(number, "store") for number in range(3, 3 + BATCH_MESSAGES_MAX))
     answers: list[gpuagent_pb2.EngineResponse] = []
 
     async def messages() -> AsyncIterator[gpuagent_pb2.EngineRequest]:

@@ -21,8 +21,7 @@ import grpc
 from kvpool.client.config import ClientConfig
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Overloaded, ServiceUnavailable
 from kvpool.core.liveness import LivenessMonitor
-from kvpool.wire.batching import batch, unbatch
-from kvpool.wire.convert import item_error_from_proto
+from kvpool.wire.convert import batch, item_error_from_proto, unbatch
 from kvpool.wire.status import StreamStatus, error_from_reason
 
 if TYPE_CHECKING:

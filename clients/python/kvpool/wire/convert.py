@@ -1,11 +1,13 @@
-"""Bytes, enums and small messages of the API: what all converters share. Malformed input raises InvalidRequest."""
+"""Bytes, enums, small messages and batches of messages: what all converters share. Malformed input raises
+InvalidRequest."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.retention import Retention
@@ -17,6 +19,13 @@ HASH_BYTES = 16
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 EnumT = TypeVar("EnumT", bound=IntEnum)
+MessageT = TypeVar(
+    "MessageT", bound=Any
+)  # generated classes; those that are batched have a field `batched` of their own
+
+# What a message costs beside its bytes is spread over so many already; a receiver serves them without a pause.
+BATCH_MESSAGES_MAX = 64
+_BATCH_BYTES_MAX = 64 << 10  # far below what any peer takes in one gRPC message
 
 
 def check_length(value: bytes, size_bytes: int, name: str) -> bytes:
@@ -123,3 +132,49 @@ def item_error_to_proto(error: KvPoolError) -> common_pb2.ItemError:
 def item_error_from_proto(message: common_pb2.ItemError) -> KvPoolError:
     """The error that `message` speaks of; a plain KvPoolError if this version does not know the reason."""
     return error_from_reason(message.reason, message.message)
+
+
+def batch(queue: deque[MessageT]) -> MessageT:
+    """Take the first messages out of a queue, which is not empty, as one: those behind the first are in its `batched`.
+
+    One alone is returned as it is. The messages are not changed.
+    """
+    first = queue.popleft()
+    if not queue:
+        return first
+    others: list[MessageT] = []
+    size_bytes = first.ByteSize()
+    while queue and len(others) < BATCH_MESSAGES_MAX - 1:
+        size_bytes += queue[0].ByteSize()
+        if size_bytes > _BATCH_BYTES_MAX:
+            break
+        others.append(queue.popleft())
+    if not others:
+        return first
+    batched: MessageT = type(first)(batched=others)
+    batched.MergeFrom(first)
+    return batched
+
+
+def unbatch(message: MessageT) -> Sequence[MessageT]:
+    """Return the messages that `batch` has put together, in order; `message` is not used any more.
+
+    raises: InvalidRequest for more than BATCH_MESSAGES_MAX, and for a batch in a batch.
+    """
+    others = getattr(message, "batched", ())
+    if not others:
+        return (message,)
+    if len(others) >= BATCH_MESSAGES_MAX:
+        raise InvalidRequest(f"`batched` may have {BATCH_MESSAGES_MAX - 1} messages, got {len(others)}")
+    if any(other.batched for other in others):
+        raise InvalidRequest("messages in `batched` must have none themselves")
+    # Copies: each would keep the memory of the whole message.
+    copies = [_copy(other) for other in others]
+    message.ClearField("batched")
+    return (_copy(message), *copies)
+
+
+def _copy(message: MessageT) -> MessageT:
+    copied: MessageT = type(message)()
+    copied.CopyFrom(message)
+    return copied

@@ -1,4 +1,4 @@
-"""Messages of a stream that travel together."""
+"""Messages of a stream that are sent as one gRPC message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import gpuagent_pb2, pagestore_pb2
-from kvpool.wire.batching import MESSAGES_MAX, batch, unbatch
+from kvpool.wire.convert import BATCH_MESSAGES_MAX, batch, unbatch
 
 Request = gpuagent_pb2.EngineRequest
 
@@ -41,8 +41,8 @@ def test_a_message_alone_is_sent_as_it_is() -> None:
 
 
 def test_one_message_stays_within_bounds() -> None:
-    queue = stores(MESSAGES_MAX + 5)
-    assert ids(batch(queue)) == list(range(1, MESSAGES_MAX + 1))
+    queue = stores(BATCH_MESSAGES_MAX + 5)
+    assert ids(batch(queue)) == list(range(1, BATCH_MESSAGES_MAX + 1))
     assert len(queue) == 5
     large = stores(4, size_bytes=25 << 10)
     assert ids(batch(large)) == [1, 2]
@@ -56,11 +56,11 @@ def test_messages_of_classes_without_the_field_are_read_as_they_are() -> None:
 
 
 def test_more_than_a_peer_may_send_at_once_is_refused() -> None:
-    message = Request(request_id=1, batched=stores(MESSAGES_MAX))
+    message = Request(request_id=1, batched=stores(BATCH_MESSAGES_MAX))
     with pytest.raises(InvalidRequest, match="may have 63 messages"):
         unbatch(message)
     message.batched.pop()
-    assert len(unbatch(message)) == MESSAGES_MAX
+    assert len(unbatch(message)) == BATCH_MESSAGES_MAX
 
 
 def test_a_batch_in_a_batch_is_refused() -> None:
