@@ -19,9 +19,8 @@ HASH_BYTES = 16
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 EnumT = TypeVar("EnumT", bound=IntEnum)
-MessageT = TypeVar(
-    "MessageT", bound=Any
-)  # generated classes; those that are batched have a field `batched` of their own
+# Generated classes; those that are batched have a field `batched` of their own class.
+MessageT = TypeVar("MessageT", bound=Any)
 
 # What a message costs beside its bytes is spread over so many already; a receiver serves them without a pause.
 BATCH_MESSAGES_MAX = 64

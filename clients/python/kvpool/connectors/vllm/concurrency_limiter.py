@@ -13,7 +13,7 @@ class ConcurrencyLimiter:
     """Limits concurrent requests by count and total bytes, first come first served. Belongs to one event loop."""
 
     def __init__(self, *, count: int = sys.maxsize, size_bytes: int = sys.maxsize) -> None:
-        """By default there is no limit. A request larger than size_bytes runs alone."""
+        """Unlimited by default. A request larger than size_bytes runs alone."""
         self._count, self._size_bytes = count, size_bytes
         self._running, self._running_bytes = 0, 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
