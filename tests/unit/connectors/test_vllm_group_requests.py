@@ -23,7 +23,7 @@ from tests.unit.connectors.vllm_fakes import FakeConnection, FakePool, FakeReque
 from tests.unit.connectors.vllm_jobs import BLOCK, CHUNK, CHUNK_BYTES, a_load, a_store
 from tests.unit.connectors.vllm_worlds import World, hashes_of
 
-FULL = KvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES)
+FULL = KvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, members=(1,))
 WINDOW = KvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, window_tokens=40)
 FULL_BLOCKS, WINDOW_BLOCKS = list(range(100, 140)), list(range(200, 240))
 
@@ -148,7 +148,7 @@ def test_events_name_a_chunk_once() -> None:
 
 
 STATE = KvCacheGroup(block_tokens=CHUNK, chunk_bytes=CHUNK_BYTES, recurrent=True)
-WHOLE = KvCacheGroup(block_tokens=CHUNK, chunk_bytes=CHUNK_BYTES)
+WHOLE = KvCacheGroup(block_tokens=CHUNK, chunk_bytes=CHUNK_BYTES, members=(1,))
 
 
 class StatesPool(FakePool):

@@ -41,7 +41,7 @@ _FP8_PER_TENSOR = 1  # of vLLM's KVQuantMode; 0: not quantized
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheInfo:
-    """One of the engine's KV cache groups.
+    """One of the engine's KV cache groups, or several equal ones, whose blocks lie over each other.
 
     head_count: heads of one rank. opaque: blocks cannot be split into rows. state: for recurrent layers, how the bytes
     of a block, which is one row, are arranged; empty for attention.
@@ -56,12 +56,13 @@ class KvCacheInfo:
     draft_layers: int = 0  # of a drafter that keeps KV of its own, behind the model's
     volatile_tokens: int = 0  # at the end of what is computed: the drafter's KV of them may be written again
     window_tokens: int = 0  # that a token attends to, its own included; 0: all before it
-    layer_numbers: tuple[int, ...] = ()  # of the model, ascending; empty: all of them are in this group
+    layer_numbers: tuple[int, ...] = ()  # of the model, each member's ascending; empty: all of them are in this group
     state: str = ""
+    members: tuple[int, ...] = (0,)  # their numbers in vLLM's order
 
 
 def kv_cache_infos(vllm_config: Any, kv_cache_config: Any) -> tuple[KvCacheInfo, ...]:
-    """Return the KV cache groups in vLLM's order.
+    """Return the KV cache groups in vLLM's order, equal ones as one.
 
     raises: GeometryUnsupported naming what cannot be shared.
     """
@@ -72,7 +73,7 @@ def kv_cache_infos(vllm_config: Any, kv_cache_config: Any) -> tuple[KvCacheInfo,
     if len(groups) == 1:
         draft_layers = _draft_layers(vllm_config, groups[0])
         return (_group_info(vllm_config, groups[0], draft_layers=draft_layers),)
-    return _infos_of_groups(vllm_config, groups)
+    return _joined(_infos_of_groups(vllm_config, groups), kv_cache_config)
 
 
 def _infos_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[KvCacheInfo, ...]:
@@ -83,12 +84,13 @@ def _infos_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[KvCacheIn
         raise GeometryUnsupported(f"the engine has {len(groups)} KV cache groups and a drafter with KV; not served")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise GeometryUnsupported(f"the engine has {len(groups)} KV cache groups and a pipeline; not served")
-    found = []
+    found: list[KvCacheInfo] = []
     for group in groups:
         spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
         numbers = tuple(sorted(extract_layer_index(name) for name in group.layer_names))
+        members = (len(found),)
         if kind == _RECURRENT:
-            found.append(replace(_group_info(vllm_config, group), layer_numbers=numbers))
+            found.append(replace(_group_info(vllm_config, group), layer_numbers=numbers, members=members))
             continue
         if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
             raise GeometryUnsupported(
@@ -102,7 +104,7 @@ def _infos_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[KvCacheIn
                 f"layers of {kind} have {shape[0]} KV heads x {shape[1]} elements, others of the model {expected[0]} x "
                 f"{expected[1]}; equal ones are served"
             )
-        found.append(replace(_group_info(vllm_config, group), layer_numbers=numbers))
+        found.append(replace(_group_info(vllm_config, group), layer_numbers=numbers, members=members))
     numbers = tuple(sorted(number for info in found for number in info.layer_numbers))
     if any(info.state for info in found):
         return tuple(found)  # of such models layers may have attention and a state, or neither
@@ -112,6 +114,46 @@ def _infos_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[KvCacheIn
             f"without or with KV of others are not served"
         )
     return tuple(found)
+
+
+def _joined(infos: Sequence[KvCacheInfo], kv_cache_config: Any) -> tuple[KvCacheInfo, ...]:
+    """Join groups with windows or recurrent state that differ only in their layers' numbers, if the layers of each lie
+    at the same places."""
+    places = _places_of_layers(kv_cache_config)
+    joined: dict[Any, KvCacheInfo] = {}
+    for info in infos:
+        names = kv_cache_config.kv_cache_groups[info.members[0]].layer_names
+        key: Any = info.members
+        if (info.window_tokens or info.state) and all(name in places for name in names):
+            key = replace(info, layer_numbers=(), members=()), tuple(places[name] for name in _by_number(names))
+        first = joined.get(key)
+        joined[key] = (
+            info
+            if first is None
+            else replace(
+                first, layer_numbers=first.layer_numbers + info.layer_numbers, members=first.members + info.members
+            )
+        )
+    return tuple(joined.values())
+
+
+def _by_number(names: Collection[str]) -> list[str]:
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return sorted(names, key=extract_layer_index)
+
+
+def _places_of_layers(kv_cache_config: Any) -> dict[str, tuple[int, ...]]:
+    """Return what says where each layer's blocks are, as far as it is known: equal for layers that lie over each
+    other."""
+    places: dict[str, tuple[int, ...]] = {}
+    for number, tensor in enumerate(getattr(kv_cache_config, "kv_cache_tensors", ())):
+        if hasattr(tensor, "layer_stride"):  # all tensors are parts of one allocation
+            for at, name in enumerate(tensor.layers):
+                places[name] = (tensor.offset + at * tensor.layer_stride, tensor.block_stride)
+        elif hasattr(tensor, "shared_by"):  # as vLLM had it before
+            places.update((name, (number,)) for name in tensor.shared_by)
+    return places
 
 
 def _group_info(vllm_config: Any, group: Any, *, draft_layers: int = 0) -> KvCacheInfo:
@@ -393,7 +435,7 @@ def model_spec(
         # A revision that was given may be that of another model of this kind, too.
         settings.model_id or (str(model.model) if settings.model_revision else family_name(config)),
         settings.model_revision or (model_revision(model) if read_weights else "not read"),
-        layers=len(info.layer_numbers) or model.get_total_num_hidden_layers() + info.draft_layers,
+        layers=len(info.layer_numbers) // len(info.members) or model.get_total_num_hidden_layers() + info.draft_layers,
         window_tokens=info.window_tokens,
         dtype=_DTYPES[info.dtype],
         chunk_tokens=settings.chunk_tokens,

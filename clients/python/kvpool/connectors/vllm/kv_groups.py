@@ -3,15 +3,24 @@
 vLLM groups layers that keep the same tokens; each group is a keyspace of its own, with its own chunk hashes. Layers
 with full attention need all chunks before a boundary, layers with a sliding window only those that the next token
 reads, and recurrent layers only the state after the boundary's last token: that state is their chunk.
+
+vLLM divides layers of one kind into several groups of equal size where other kinds have fewer layers. Here they are one
+group: a request of each would cost the engine's process more than all else. A chunk of such a group has one page for
+each of vLLM's groups, one after the other: to the pool they are as many consecutive chunks of a longer chain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kvpool.client.engine_items import EngineMatchRun, EngineSource, MatchResult
 from kvpool.client.hashing import Prompt
+from kvpool.connectors.vllm.step_jobs import Blocks, block_id_array
+from kvpool.core.chunks import HASH_BYTES
+from kvpool.core.errors import InvalidRequest
 
 _ASKS_GROW = 8  # so many times more states or windows are asked about in each round
 NULL_BLOCK_ID = 0  # vLLM's null block: stands where a block has left its group's window
@@ -19,17 +28,27 @@ NULL_BLOCK_ID = 0  # vLLM's null block: stands where a block has left its group'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheGroup:
-    """One of vLLM's KV cache groups, as its scheduler sees it.
+    """One of vLLM's KV cache groups, or several equal ones, as its scheduler sees it.
 
-    block_tokens: tokens of a block. chunk_bytes: bytes of a chunk, all ranks together. window_tokens: how many tokens a
-    token attends to, itself included; 0: all. recurrent: a chunk has one block with the state after the chunk's last
-    token, at the boundaries where vLLM keeps one.
+    block_tokens: tokens of a block. chunk_bytes: bytes of a chunk's pages, all ranks together. window_tokens: how many
+    tokens a token attends to, itself included; 0: all. recurrent: a page has one block with the state after the chunk's
+    last token, at the boundaries where vLLM keeps one. members: their numbers in vLLM's order.
     """
 
     block_tokens: int
     chunk_bytes: int
     window_tokens: int = 0
     recurrent: bool = False
+    members: tuple[int, ...] = (0,)
+
+    @property
+    def pages(self) -> int:
+        """Pages of a chunk: one for each member."""
+        return len(self.members)
+
+    def blocks_of(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return the members' blocks among those of all of vLLM's groups."""
+        return [block_ids[number] for number in self.members]
 
     @property
     def gives_blocks_back(self) -> bool:
@@ -50,15 +69,20 @@ class KvCacheGroup:
 class KvCache:
     """An engine's KV cache, as its scheduler sees it.
 
-    groups: in vLLM's order, as the pools of a connection. prefix_caching: whether vLLM finds prefixes in it by itself.
+    groups: as the pools of a connection. prefix_caching: whether vLLM finds prefixes in it by itself.
     shared_from_gpu: whether workers announce what the only group holds on GPUs. volatile_tokens: how many of the last
-    computed tokens have KV that a drafter may write again.
+    computed tokens have KV that a drafter may write again. raises: ValueError unless each of vLLM's groups is in one.
     """
 
     groups: Sequence[KvCacheGroup]
     prefix_caching: bool
     shared_from_gpu: bool = False
     volatile_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        members = sorted(number for group in self.groups for number in group.members)
+        if members != list(range(len(members))):
+            raise ValueError(f"each of vLLM's groups is to be in one group, got {members}")
 
 
 def first_held_chunk(block_ids: Sequence[int], first_chunk: int, end_chunk: int, blocks_per_chunk: int) -> int:
@@ -67,6 +91,45 @@ def first_held_chunk(block_ids: Sequence[int], first_chunk: int, end_chunk: int,
         if block_ids[at] == NULL_BLOCK_ID:
             return at // blocks_per_chunk + 1
     return first_chunk
+
+
+def page_chain(chain: Prompt, pages: int) -> Prompt:
+    """Return the pages of a chain's chunks as a chain of their own, in which chunk c is [c * pages, (c + 1) * pages).
+
+    The hash of a page differs from its chunk's in the first byte alone, for at most 256 pages: as a hash of 128 bits
+    says which prompt it is of, one of 120 bits does.
+    """
+    if pages == 1:
+        return chain
+    hashes = np.frombuffer(chain.packed, np.uint8).reshape(-1, 1, HASH_BYTES).repeat(pages, axis=1)
+    hashes[:, :, 0] ^= np.arange(pages, dtype=np.uint8)
+    return replace(chain, packed=hashes.tobytes())
+
+
+def match_of_chunks(match: MatchResult, first_chunk: int, pages: int) -> MatchResult:
+    """Return what a match of pages, from those of first_chunk on, says of chunks: one is there if all its pages are.
+
+    A run of chunks has the source of its last page.
+    """
+    runs, at, done = [], 0, 0
+    for run in match.runs:
+        at += run.chunk_count
+        count, done = at // pages - done, at // pages
+        if count:
+            runs.append(replace(run, chunk_count=count))
+    return replace(match, matched_chunks=first_chunk + match.matched_chunks // pages, runs=tuple(runs))
+
+
+def page_blocks(blocks: Sequence[Sequence[int]], end_chunk: int, blocks_per_chunk: int) -> Blocks:
+    """Return the blocks of the pages of chunks [0, end_chunk), page after page.
+
+    blocks: of each member, from token 0 on. raises: InvalidRequest if one has too few.
+    """
+    count = end_chunk * blocks_per_chunk
+    if any(len(of_member) < count for of_member in blocks):
+        raise InvalidRequest(f"{end_chunk} chunks have {count} blocks, a group has {min(map(len, blocks))}")
+    tables = [block_id_array(of_member[:count]).reshape(end_chunk, blocks_per_chunk) for of_member in blocks]
+    return np.stack(tables, axis=1).reshape(-1)
 
 
 def first_held_token(block_ids: Sequence[int], first_token: int, block_tokens: int) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 
 from kvpool.client.engine_requests import LeaseHandle
 from kvpool.connectors.vllm.agent_connection import AgentConnection
-from kvpool.connectors.vllm.kv_groups import KvCacheGroup
+from kvpool.connectors.vllm.kv_groups import KvCacheGroup, page_chain
 from kvpool.connectors.vllm.load_plans import LoadPlan
 from kvpool.core.errors import KvPoolError
 
@@ -96,9 +96,9 @@ class Leases:
                 continue
             lease = partial(
                 pool.lease,
-                chain,
-                first_chunk=first_chunk,
-                end_chunk=first_chunk + count,
+                page_chain(chain, group.pages),
+                first_chunk=first_chunk * group.pages,
+                end_chunk=(first_chunk + count) * group.pages,
                 hold_s=HOLD_S,
                 hold_only=plan.staged,
             )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpool.client.engine_items import EngineSource, MatchResult, TierTokens
 from kvpool.client.hashing import Prompt
 from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.connector_counters import ConnectorCounters
-from kvpool.connectors.vllm.kv_groups import NULL_BLOCK_ID, KvCacheGroup, first_held_token
+from kvpool.connectors.vllm.kv_groups import NULL_BLOCK_ID, KvCacheGroup, first_held_token, page_blocks, page_chain
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.lookups import Lookup
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
@@ -174,29 +175,32 @@ class LoadPlans:
     ) -> list[LoadJob]:
         """Start a plan for which the engine has blocks, and return its jobs, one for each group that needs one.
 
-        block_ids: for each group, all blocks of the request from token 0 on. raises: InvalidRequest if none can be
-        loaded.
+        block_ids: for each of vLLM's groups, all blocks of the request from token 0 on. raises: InvalidRequest if none
+        can be loaded.
         """
         chunk_tokens = self._settings.chunk_tokens
         end_token = plan.first_token + token_count
         end_chunk = min(plan.end_chunk, plan.chains[0].chunks_of(end_token))
         compute_ms = self.cost.compute_ms(token_count)
         jobs: list[LoadJob] = []
-        for number, (group, chain, blocks) in enumerate(zip(self._groups, plan.chains, block_ids, strict=True)):
-            first_token = plan.first_token
+        size_bytes = 0
+        for number, (group, chain) in enumerate(zip(self._groups, plan.chains, strict=True)):
+            first_token, blocks = plan.first_token, group.blocks_of(block_ids)
             if group.recurrent:
-                first_token = self._state_token(end_token, end_chunk, blocks)
+                first_token = max(self._state_token(end_token, end_chunk, one) for one in blocks)
             elif group.window_tokens:  # tokens that have left the window have no blocks
-                first_token = first_held_token(blocks, first_token, group.block_tokens)
+                first_token = max(first_held_token(one, first_token, group.block_tokens) for one in blocks)
             if first_token >= end_token:
                 continue
+            first_chunk, skipped_tokens = divmod(first_token, chunk_tokens)
+            size_bytes += (end_chunk - first_chunk) * group.chunk_bytes
             job = LoadJob(
                 request_id=request_id,
                 group=number,
-                hashes=chain.packed_hashes(0, end_chunk),
+                hashes=page_chain(chain, group.pages).packed_hashes(0, end_chunk * group.pages),
                 token_count=chain.token_count,
-                block_ids=block_id_array(blocks[: end_chunk * chunk_tokens // group.block_tokens]),
-                first_chunk=first_token // chunk_tokens,
+                block_ids=page_blocks(blocks, end_chunk, chunk_tokens // group.block_tokens),
+                first_chunk=first_chunk,
                 end_chunk=end_chunk,
                 first_token=first_token,
                 end_token=end_token,
@@ -205,10 +209,9 @@ class LoadPlans:
                 from_gpu=plan.from_gpu,
                 trace=plan.trace,
             )
-            jobs.append(job)
+            jobs += _jobs_of_pages(job, group.pages, skipped_tokens, chunk_tokens) if group.pages > 1 else [job]
         if not jobs:
             raise InvalidRequest("a load was begun of which no token has a block")
-        size_bytes = sum((end_chunk - job.first_chunk) * self._groups[job.group].chunk_bytes for job in jobs)
         earlier = self._running.get(request_id)  # of an aborted request of the same name
         if earlier is not None:
             self._queued_bytes -= earlier.size_bytes
@@ -266,7 +269,8 @@ class LoadPlans:
         running.failed |= bool(report.failed_chunks)
         running.late |= report.timed_out
         hashes = running.plan.chains[report.group].hashes
-        return hashes[report.result.end_chunk : running.end_chunk] if report.failed_chunks else ()
+        pages = self._groups[report.group].pages
+        return hashes[report.result.end_chunk // pages : running.end_chunk] if report.failed_chunks else ()
 
     def finished_recving(self, request_id: str) -> None:
         """All workers have ended the request's loads of all groups."""
@@ -311,6 +315,25 @@ class LoadPlans:
                 size_bytes = sum(max(0, at - max(first, needed_from)) * each for needed_from, each in needed)
                 runs.append(LoadRun(count, tokens, size_bytes, run.source))
         return runs
+
+
+def _jobs_of_pages(job: LoadJob, pages: int, skipped_tokens: int, chunk_tokens: int) -> list[LoadJob]:
+    """Return the jobs that load the pages of a job's chunks. A job leaves out the first tokens of its first page alone:
+    where a chunk's are left out, each of its pages is a job of its own."""
+    first, end = job.first_chunk * pages, job.end_chunk * pages
+    alone = pages if skipped_tokens else 0
+    starts = [*range(first, first + alone), first + alone, end]
+    return [
+        replace(
+            job,
+            first_chunk=start,
+            end_chunk=stop,
+            first_token=start * chunk_tokens + (skipped_tokens if start < first + alone else 0),
+            end_token=stop * chunk_tokens,
+        )
+        for start, stop in itertools.pairwise(starts)
+        if start < stop
+    ]
 
 
 def _source_of(tokens: TierTokens) -> EngineSource | None:

@@ -7,7 +7,7 @@ import concurrent.futures
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool.client.engine_items import MatchResult
 from kvpool.client.hashing import Prompt
@@ -16,7 +16,7 @@ from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.agent_connection import AgentConnection
 from kvpool.connectors.vllm.concurrency_limiter import ConcurrencyLimiter
 from kvpool.connectors.vllm.connector_counters import ConnectorCounters
-from kvpool.connectors.vllm.kv_groups import BoundarySearch, KvCacheGroup
+from kvpool.connectors.vllm.kv_groups import BoundarySearch, KvCacheGroup, match_of_chunks, page_chain
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
@@ -178,10 +178,7 @@ class Lookups:
             if not asks or left_s <= 0:
                 break
             matches = await asyncio.gather(
-                *(
-                    pools[group].match(self._asked(group, chains[group], first), held_chunks=first, timeout_s=left_s)
-                    for group, first in asks
-                )
+                *(self._match_group(pools[group], group, chains[group], first, left_s) for group, first in asks)
             )
             for (group, first), match in zip(asks, matches, strict=True):
                 if match.error is not None:
@@ -189,12 +186,17 @@ class Lookups:
                 search.found(group, first, match)
         return LookupResult(chains, search.match, search.runs)
 
-    def _asked(self, group: int, chain: Prompt, first_chunk: int) -> Prompt:
-        """Of recurrent layers one chunk counts."""
-        if not self._groups[group].recurrent:
-            return chain
-        end_chunk = first_chunk + 1
-        return Prompt(chain.chunk_tokens, chain.token_count, chain.packed_hashes(0, end_chunk))
+    async def _match_group(
+        self, pool: AsyncPool, number: int, chain: Prompt, first_chunk: int, timeout_s: float
+    ) -> MatchResult:
+        """Match the chunks of one group from first_chunk on. Of recurrent layers one chunk counts."""
+        group = self._groups[number]
+        if group.recurrent:
+            chain = replace(chain, packed=chain.packed_hashes(0, first_chunk + 1))
+        if group.pages == 1:
+            return await pool.match(chain, held_chunks=first_chunk, timeout_s=timeout_s)
+        asked = page_chain(replace(chain, packed=chain.packed_hashes(first_chunk, chain.chunk_count)), group.pages)
+        return match_of_chunks(await pool.match(asked, timeout_s=timeout_s), first_chunk, group.pages)
 
     def _result(self, lookup: Lookup, waits: int) -> LookupResult | None:
         running = lookup.running

@@ -213,8 +213,8 @@ class ConnectorScheduler:
     def allocated(self, request: Request, block_ids: BlocksOfGroups, loaded_tokens: int) -> None:
         """vLLM has allocated blocks for a planned load.
 
-        block_ids: for each group, all blocks of the request from token 0 on. The request waits for the load from now
-        on, so a load that cannot be started is ordered as one that fails at once.
+        block_ids: for each of vLLM's groups, all blocks of the request from token 0 on. The request waits for the load
+        from now on, so a load that cannot be started is ordered as one that fails at once.
         """
         state = self._states.get(request.request_id)
         try:
@@ -251,8 +251,9 @@ class ConnectorScheduler:
             first_token = max(state.held_tokens if state is not None else 0, request.num_computed_tokens)
             if self._announcements is not None:
                 self._announcements.admitted(request.request_id, first_token)
-            for group, blocks in zip(self._groups, block_ids, strict=False):
-                self._new_blocks += blocks[first_token // group.block_tokens :]
+            for group in self._groups if block_ids else ():
+                for blocks in group.blocks_of(block_ids):
+                    self._new_blocks += blocks[first_token // group.block_tokens :]
 
     @property
     def needs_new_blocks(self) -> bool:
@@ -327,8 +328,7 @@ class ConnectorScheduler:
         for request_id, kept in checkpoints.items():
             wanted = request_id in self._states and request_id not in self._unconfirmed
             if wanted and self._settings.store != STORE_NEVER:
-                for group, block, end_tokens in kept:
-                    self._store_state(jobs.stores, self._states[request_id], group, block, end_tokens)
+                self._store_states(jobs.stores, self._states[request_id], kept)
         return jobs
 
     def request_finished(self, request: Request, block_ids: BlocksOfGroups, status: str) -> bool:
@@ -506,8 +506,9 @@ class ConnectorScheduler:
                 split = self._groups[number].first_chunk(computed_tokens, self._settings.chunk_tokens)
                 split = min(max(split, begun[number]), end_chunk)
                 for chunks in (range(begun[number], split), range(split, end_chunk)):
+                    blocks = self._groups[number].blocks_of(block_ids)
                     job = self._store_plans.plan(
-                        state.request, number, chains[number], chunks, block_ids[number], state.options.retention
+                        state.request, number, chains[number], chunks, blocks, state.options.retention
                     )
                     if job is not None:
                         jobs.append(job)
@@ -529,12 +530,24 @@ class ConnectorScheduler:
                 _log.exception("kvpool: chunks were not announced%s", self._log_rate.suppressed("announce"))
             return None
 
-    def _store_state(self, jobs: list[StoreJob], state: _State, group: int, block: int, end_tokens: int) -> None:
-        """Order a store of the recurrent state after end_tokens tokens, which vLLM keeps in `block`."""
+    def _store_states(self, jobs: list[StoreJob], state: _State, checkpoints: Sequence[Checkpoint]) -> None:
+        """Order stores of the recurrent states that all members of a group have."""
+        blocks = {(number, end_tokens): block for number, block, end_tokens in checkpoints if block != NULL_BLOCK_ID}
+        for number, group in enumerate(self._groups):
+            members = group.members
+            for end_tokens in sorted({tokens for one, tokens in blocks if group.recurrent and one == members[0]}):
+                of_members = [blocks[one, end_tokens] for one in members if (one, end_tokens) in blocks]
+                if len(of_members) == len(members):
+                    self._store_state(jobs, state, number, of_members, end_tokens)
+
+    def _store_state(
+        self, jobs: list[StoreJob], state: _State, group: int, blocks: Sequence[int], end_tokens: int
+    ) -> None:
+        """Order a store of the recurrent state after end_tokens tokens, which vLLM keeps in a block of each member."""
         request, chunk_tokens = state.request, self._settings.chunk_tokens
         pools = self._connection.pools if self._stores_any(state) else ()
         generated = end_tokens > request.num_prompt_tokens
-        if not pools or end_tokens % chunk_tokens or block == NULL_BLOCK_ID or not self._groups[group].recurrent:
+        if not pools or end_tokens % chunk_tokens:
             return
         if (generated and not self._settings.store_generated) or self._now_s() < self._unready_until_s:
             return
@@ -543,9 +556,9 @@ class ConnectorScheduler:
                 return
             chain, chunk = self._chains_of(state, pools)[group], end_tokens // chunk_tokens - 1
             if chunk < chain.chunk_count:
-                blocks = [NULL_BLOCK_ID] * chunk + [block]
+                tables = [[NULL_BLOCK_ID] * chunk + [block] for block in blocks]
                 job = self._store_plans.plan(
-                    request, group, chain, range(chunk, chunk + 1), blocks, state.options.retention
+                    request, group, chain, range(chunk, chunk + 1), tables, state.options.retention
                 )
                 jobs += [job] if job is not None else []
         except Exception:  # of one request: the other jobs of the step have to go out

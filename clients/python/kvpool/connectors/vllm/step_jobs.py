@@ -21,7 +21,9 @@ Blocks = npt.NDArray[np.int32]
 class LoadJob:
     """Load chunks [first_chunk, end_chunk) of a chain into a request's blocks of one KV cache group.
 
-    group:       number of the group: a request that is loaded has one job for each, all in the same step.
+    Where the group has several pages a chunk, the chain is that of its pages, and tokens count once for each page.
+
+    group:       number of the group: a request that is loaded has jobs of each that needs one, all in the same step.
     hashes:      [C * 16] bytes, of all chunks of the chain up to end_chunk. token_count: of the prompt.
     block_ids:   [B] int32, the request's blocks of chunks [0, end_chunk).
     first_token: first token that the engine does not hold; it lies in first_chunk.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from kvpool.client.hashing import Prompt
 from kvpool.connectors.vllm.known_chunks import KnownChunks
-from kvpool.connectors.vllm.kv_groups import KvCacheGroup, first_held_chunk
+from kvpool.connectors.vllm.kv_groups import KvCacheGroup, first_held_chunk, page_blocks, page_chain
 from kvpool.connectors.vllm.request_chain import Request, trace_of
-from kvpool.connectors.vllm.step_jobs import PoolEvent, StoreJob, StoreReport, block_id_array
+from kvpool.connectors.vllm.step_jobs import PoolEvent, StoreJob, StoreReport
 from kvpool.core.retention import Retention
 
 
@@ -50,31 +50,34 @@ class StorePlans:
         number: int,
         chain: Prompt,
         chunks: range,
-        block_ids: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
         retention: Retention | None = None,
     ) -> StoreJob | None:
         """Return a store, for all workers, of those of these chunks that the pool is not known to have.
 
         With a retention all of them are stored, as it applies to existing chunks too. Chunks with blocks that have left
-        the group's window are left out. Returns None if nothing remains. number: of the KV cache group.
+        the group's window are left out. Returns None if nothing remains. number: of the KV cache group. block_ids: of
+        each of its members.
         """
         request_id, group = request.request_id, self._groups[number]
         first_chunk, end_chunk, blocks_per_chunk = chunks.start, chunks.stop, self._chunk_tokens // group.block_tokens
         if group.window_tokens:
-            first_chunk = first_held_chunk(block_ids, first_chunk, end_chunk, blocks_per_chunk)
+            first_chunk = max(first_held_chunk(one, first_chunk, end_chunk, blocks_per_chunk) for one in block_ids)
         first = first_chunk if retention else self._known.leading(chain.hashes[:end_chunk], first_chunk)
         if first >= end_chunk:
             return None
+        chain_of_pages, pages = page_chain(chain, group.pages), group.pages
+        blocks = page_blocks(block_ids, end_chunk, blocks_per_chunk)
         self._last_number += 1
         job = StoreJob(
             number=self._last_number,
             request_id=request_id,
             group=number,
-            hashes=chain.packed_hashes(0, end_chunk),
+            hashes=chain_of_pages.packed_hashes(0, end_chunk * pages),
             token_count=chain.token_count,
-            block_ids=block_id_array(block_ids[: end_chunk * blocks_per_chunk]),
-            first_chunk=first,
-            end_chunk=end_chunk,
+            block_ids=blocks,
+            first_chunk=first * pages,
+            end_chunk=end_chunk * pages,
             trace=trace_of(request),
             retention=retention,
         )
@@ -87,8 +90,7 @@ class StorePlans:
             lora_name=request.lora_request.lora_name if request.lora_request is not None else "",
         )
         # A window goes on while a request runs, and a state is copied: what is left behind is another request's soon.
-        takes_back = group.gives_blocks_back
-        watched = block_ids[first * blocks_per_chunk : end_chunk * blocks_per_chunk] if takes_back else ()
+        watched = blocks[first * pages * blocks_per_chunk :].tolist() if group.gives_blocks_back else ()
         self._pending[job.number] = _PendingStore(request_id, changed, self._worker_count, frozenset(watched))
         for block in watched:
             self._watched.setdefault(block, set()).add(job.number)

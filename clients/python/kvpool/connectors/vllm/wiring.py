@@ -129,9 +129,11 @@ def connector_scheduler(
             groups=[
                 KvCacheGroup(
                     block_tokens=info.block_tokens,
-                    chunk_bytes=geometry.head_bytes * geometry.group.kv_heads * geometry.group.layers,
+                    chunk_bytes=len(info.members)
+                    * (geometry.head_bytes * geometry.group.kv_heads * geometry.group.layers),
                     window_tokens=info.window_tokens,
                     recurrent=bool(info.state),
+                    members=info.members,
                 )
                 for geometry, info in zip(geometries, groups, strict=True)
             ],
@@ -274,25 +276,33 @@ def _rank_groups(
 ) -> list[_RankGroup]:
     """Read the geometry now, before vLLM captures addresses; the digest of the weights may come later."""
     found: list[_RankGroup] = []
-    for info, tensors, group in _of_groups(vllm_config, kv_cache_config, kv_caches):
+    groups = kv_cache_config.kv_cache_groups
+    for info, tensors in _of_groups(vllm_config, kv_cache_config, kv_caches):
         geometry = model_spec(settings, vllm_config, info, read_weights=False)
         check_ranks(geometry, vllm_config)
         part = part_of_rank(geometry, vllm_config, vllm_config.parallel_config.rank)
-        names = layer_order(tensors, group, len(part.layers), info.draft_layers)
-        memory = cache_memory(
-            [tensors[name] for name in names], geometry, part, info.block_tokens, kv_cache_config.num_blocks
-        )
+        layers, *others = [
+            [named[name] for name in layer_order(named, groups[number], len(part.layers), info.draft_layers)]
+            for number, named in zip(info.members, tensors, strict=True)
+        ]
+        if any([_place(tensor) for tensor in other] != [_place(tensor) for tensor in layers] for other in others):
+            raise GeometryUnsupported(f"equal KV cache groups {info.members} do not lie over each other")
+        memory = cache_memory(layers, geometry, part, info.block_tokens, kv_cache_config.num_blocks)
         found.append(_RankGroup(info, geometry, part, memory))
     return found
 
 
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def _of_groups(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
-) -> list[tuple[KvCacheInfo, Mapping[str, torch.Tensor], Any]]:
-    """Return for each KV cache group its info, its layers' tensors and the group itself."""
-    info, groups = kv_cache_infos(vllm_config, kv_cache_config), kv_cache_config.kv_cache_groups
+) -> list[tuple[KvCacheInfo, list[Mapping[str, torch.Tensor]]]]:
+    """Return the info of each KV cache group and, for each of its members, its layers' tensors."""
+    infos, groups = kv_cache_infos(vllm_config, kv_cache_config), kv_cache_config.kv_cache_groups
     if len(groups) == 1:  # layers that share KV are missed there by their count
-        return [(info[0], kv_caches, groups[0])]
+        return [(infos[0], [kv_caches])]
     named = {name for group in groups for name in group.layer_names}
     if named != set(kv_caches):
         raise GeometryUnsupported(
@@ -300,8 +310,8 @@ def _of_groups(
             f"share KV are not served"
         )
     return [
-        (one, {name: kv_caches[name] for name in group.layer_names}, group)
-        for one, group in zip(info, groups, strict=True)
+        (info, [{name: kv_caches[name] for name in groups[number].layer_names} for number in info.members])
+        for info in infos
     ]
 
 
@@ -331,10 +341,12 @@ def failing_worker(settings: VllmSettings, vllm_config: Any, kv_cache_config: An
 
 def layer_numbers(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of each layer by name, counted from this rank's first layer of its KV cache group."""
+    groups = kv_cache_config.kv_cache_groups
     return {
         name: number
-        for info, tensors, group in _of_groups(vllm_config, kv_cache_config, kv_caches)
-        for number, name in enumerate(layer_order(tensors, group, len(tensors), info.draft_layers))
+        for info, tensors in _of_groups(vllm_config, kv_cache_config, kv_caches)
+        for group, named in zip(info.members, tensors, strict=True)
+        for number, name in enumerate(layer_order(named, groups[group], len(named), info.draft_layers))
     }
 
 
