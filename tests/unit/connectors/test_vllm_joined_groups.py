@@ -17,6 +17,7 @@ from kvpool.client.hashing import Prompt
 from kvpool.connectors.vllm.identity import KvCacheInfo, _joined
 from kvpool.connectors.vllm.kv_groups import KvCache, KvCacheGroup, match_of_chunks, page_chain
 from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StoreJob
+from kvpool.core.chunks import group_head_index
 from kvpool.core.errors import PageMissing
 from tests.unit.connectors.vllm_fakes import FakePool, FakeRequest, a_request
 from tests.unit.connectors.vllm_jobs import BLOCK, CHUNK, CHUNK_BYTES
@@ -38,18 +39,23 @@ def windows(window_tokens: int) -> KvCacheGroup:
 
 
 class PagePool(FakePool):
-    """Has what was stored, by hash."""
+    """Has what was stored, by the hashes of a page and of the first page of its group in the index."""
 
     def __init__(self, hash_key: bytes) -> None:
         super().__init__(hash_key=hash_key)
-        self.pages: dict[bytes, npt.NDArray[np.int64]] = {}
+        self.pages: dict[tuple[bytes, bytes], npt.NDArray[np.int64]] = {}
 
     async def match(self, chain: Prompt, *, held_chunks: int = 0, timeout_s: float | None = None) -> MatchResult:
         end = held_chunks
-        while end < chain.chunk_count and chain.hashes[end] in self.pages:
+        while end < chain.chunk_count and key(chain.hashes, end) in self.pages:
             end += 1
         runs = (EngineMatchRun(end - held_chunks, EngineSource.STAGING, 0.0),) if end > held_chunks else ()
         return MatchResult(end, runs=runs)
+
+
+def key(hashes: Sequence[bytes], page: int) -> tuple[bytes, bytes]:
+    """Of a page in a pool."""
+    return hashes[group_head_index(page)], hashes[page]
 
 
 class Engine:
@@ -69,7 +75,7 @@ class Engine:
         for job in jobs:
             hashes = hashes_of(job)
             for page in range(job.first_chunk, job.end_chunk):
-                self.pools[job.group].pages[hashes[page]] = self.cache[self.places(job, page)]
+                self.pools[job.group].pages[key(hashes, page)] = self.cache[self.places(job, page)]
 
     def load(self, jobs: Sequence[LoadJob]) -> None:
         for job in jobs:
@@ -77,7 +83,7 @@ class Engine:
             for page in range(job.first_chunk, job.end_chunk):
                 skipped = job.first_token - page * CHUNK if page == job.first_chunk else 0
                 blocks, offsets = (one[skipped:] for one in self.places(job, page))
-                self.cache[blocks, offsets] = self.pools[job.group].pages[hashes[page]][skipped:]
+                self.cache[blocks, offsets] = self.pools[job.group].pages[key(hashes, page)][skipped:]
 
 
 def kv(number: int, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -217,17 +223,18 @@ def test_pages_have_hashes_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("pages", "runs", "chunks", "matched"),
     [
-        (3, [6], [2], 2),
-        (3, [4, 5], [1, 2], 3),
-        (3, [2, 1], [1], 1),
-        (3, [2], [], 0),
-        (2, [1, 4], [2], 2),
+        (3, [6], [2], 8),
+        (3, [4, 5], [1, 2], 9),
+        (3, [2, 1], [1], 7),
+        (3, [2], [], 6),
+        (2, [1, 4], [2], 11),
     ],
 )
 def test_runs_of_pages_as_runs_of_chunks(pages: int, runs: list[int], chunks: list[int], matched: int) -> None:
-    found = MatchResult(sum(runs), runs=tuple(EngineMatchRun(count, EngineSource.DISK, 1.0) for count in runs))
-    result = match_of_chunks(found, 5, pages)
-    assert result.matched_chunks == 5 + matched
+    """16 pages are left out of the question, two more held."""
+    ends = [EngineMatchRun(count, EngineSource.DISK, 1.0) for count in runs]
+    result = match_of_chunks(MatchResult(2 + sum(runs), runs=tuple(ends)), 16, pages)
+    assert result.matched_chunks == matched
     assert [run.chunk_count for run in result.runs] == chunks
 
 

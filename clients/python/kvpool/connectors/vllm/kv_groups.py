@@ -106,18 +106,19 @@ def page_chain(chain: Prompt, pages: int) -> Prompt:
     return replace(chain, packed=hashes.tobytes())
 
 
-def match_of_chunks(match: MatchResult, first_chunk: int, pages: int) -> MatchResult:
-    """Return what a match of pages, from those of first_chunk on, says of chunks: one is there if all its pages are.
+def match_of_chunks(match: MatchResult, left_out: int, pages: int) -> MatchResult:
+    """Return what a match of pages says of chunks: one is there if all its pages are.
 
-    A run of chunks has the source of its last page.
+    left_out: first pages of the chain that were not asked about. A run of chunks has the source of its last page.
     """
-    runs, at, done = [], 0, 0
+    at = left_out + match.matched_chunks - sum(run.chunk_count for run in match.runs)
+    runs, done = [], at // pages  # a match begins with a chunk's first page
     for run in match.runs:
         at += run.chunk_count
         count, done = at // pages - done, at // pages
         if count:
             runs.append(replace(run, chunk_count=count))
-    return replace(match, matched_chunks=first_chunk + match.matched_chunks // pages, runs=tuple(runs))
+    return replace(match, matched_chunks=(left_out + match.matched_chunks) // pages, runs=tuple(runs))
 
 
 def page_blocks(blocks: Sequence[Sequence[int]], end_chunk: int, blocks_per_chunk: int) -> Blocks:

@@ -19,6 +19,7 @@ from kvpool.connectors.vllm.connector_counters import ConnectorCounters
 from kvpool.connectors.vllm.kv_groups import BoundarySearch, KvCacheGroup, match_of_chunks, page_chain
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.core.chunks import group_head_index
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 
@@ -195,8 +196,11 @@ class Lookups:
             chain = replace(chain, packed=chain.packed_hashes(0, first_chunk + 1))
         if group.pages == 1:
             return await pool.match(chain, held_chunks=first_chunk, timeout_s=timeout_s)
-        asked = page_chain(replace(chain, packed=chain.packed_hashes(first_chunk, chain.chunk_count)), group.pages)
-        return match_of_chunks(await pool.match(asked, timeout_s=timeout_s), first_chunk, group.pages)
+        pages, held = page_chain(chain, group.pages), first_chunk * group.pages
+        left_out = group_head_index(held)  # pages of the index's groups before the one of the first page
+        asked = replace(pages, packed=pages.packed_hashes(left_out, pages.chunk_count))
+        match = await pool.match(asked, held_chunks=held - left_out, timeout_s=timeout_s)
+        return match_of_chunks(match, left_out, group.pages)
 
     def _result(self, lookup: Lookup, waits: int) -> LookupResult | None:
         running = lookup.running
