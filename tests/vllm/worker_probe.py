@@ -79,13 +79,24 @@ class WorkerProbe:
         kind.take_arrived = take_arrived
 
     def _spoil(self, requests: set[str]) -> None:
+        import numpy as np
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from kvpool.connectors.vllm.identity import kv_cache_infos
+
         group, how = self._spoiled
-        groups = self.model_runner.kv_cache_config.kv_cache_groups
-        for job in [job for request_id in requests for job in self._loading.pop(request_id, ())]:
-            if job.group != group:
-                continue
-            block_tokens = groups[group].kv_cache_spec.block_size
-            blocks = job.block_ids[job.first_token // block_tokens : -(-job.end_token // block_tokens)]
+        infos = kv_cache_infos(self.model_runner.vllm_config, self.model_runner.kv_cache_config)
+        number = next((at for at, info in enumerate(infos) if group in info.members), -1)
+        jobs = [job for request_id in requests for job in self._loading.pop(request_id, ()) if job.group == number]
+        for request_id in dict.fromkeys(job.request_id for job in jobs):
+            info, chunk_tokens = infos[number], get_kv_transfer_group()._settings.chunk_tokens
+            found = []
+            for job in [job for job in jobs if job.request_id == request_id]:
+                # Of the pages of its chunks those of this group.
+                tokens = np.arange(job.first_token, job.end_token)
+                of_group = tokens // chunk_tokens % len(info.members) == info.members.index(group)
+                found.append(job.block_ids[np.unique(tokens[of_group] // info.block_tokens)])
+            blocks = np.concatenate(found)
             # Of other groups too: they have other blocks of it. Views of recurrent state say nothing of their page.
             tensors = [tensor for tensor in self.model_runner.kv_caches if not isinstance(tensor, tuple)]
             if how == "keep":

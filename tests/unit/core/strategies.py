@@ -20,7 +20,8 @@ def groups(draw: st.DrawFn) -> KvGroup:
     layers = draw(st.integers(1, 130))
     if draw(st.booleans()):
         return KvGroup.mla(layers, 8 * draw(st.integers(1, 100)))
-    return KvGroup(layers, draw(st.integers(1, 70)), 8 * draw(st.integers(1, 40)))
+    pages = draw(st.sampled_from([1, 1, 5]))
+    return KvGroup(layers, draw(st.integers(1, 70)), 8 * draw(st.integers(1, 40)), pages=pages)
 
 
 @st.composite

@@ -23,6 +23,7 @@ from kvpool.core.keyspace import (
     encode_keyspace,
     keyspace_id,
 )
+from kvpool.wire.convert_keyspace import spec_from_proto, spec_to_proto
 from tests.unit.core.strategies import names, specs
 from tests.unit.core.vectors import load_vectors
 
@@ -191,6 +192,17 @@ def test_a_sliding_window_is_part_of_the_identity() -> None:
     assert len({encode_keyspace("a", spec) for spec in specs}) == 4
     assert [decode_keyspace(encode_keyspace("a", spec))[1] for spec in specs] == specs
     assert differing_fields(specs[1], specs[2]) == ("groups[0].window_tokens",)
+
+
+def test_pages_of_a_chunk_are_part_of_the_identity() -> None:
+    bases = SPEC, OPAQUE_SPEC
+    specs = [replace(spec, groups=(replace(GROUP, pages=pages),)) for spec in bases for pages in (1, 2, 9)]
+    assert len({encode_keyspace("a", spec) for spec in specs}) == 6
+    assert [decode_keyspace(encode_keyspace("a", spec))[1] for spec in specs] == specs
+    assert [spec_from_proto(spec_to_proto(spec)) for spec in specs] == specs
+    assert differing_fields(specs[0], specs[1]) == ("groups[0].pages",)
+    with pytest.raises(InvalidRequest, match=r"groups.pages"):
+        replace(GROUP, pages=257)
 
 
 def test_tenant_and_secret_decide_the_hash_key() -> None:

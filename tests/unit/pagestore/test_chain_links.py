@@ -41,6 +41,7 @@ SPECS = {
     "full": SPEC,
     "uniform": replace(SPEC, groups=(UNIFORM,)),
     "window": replace(SPEC, groups=(WINDOW,)),
+    "pages": replace(SPEC, groups=(replace(WINDOW, pages=3),)),
     "state": replace(SPEC, groups=(STATE,), payload=PayloadKind.OPAQUE, opaque=OPAQUE),
 }
 
@@ -78,6 +79,11 @@ def test_a_window_chunk_is_passed_where_its_prompt_goes_on_for_two_windows() -> 
     assert passed == [True] * (CHUNKS - 4) + [False] * 7, "of 2 chunks a window; generated ones are not passed"
     assert not links().find(WINDOWS, metadata(3)).is_passed, "the prompt's length is not known"
     assert not any(links().find(id_of(SPECS[name]), of_prompt(0)).is_passed for name in ("full", "uniform", "state"))
+
+
+def test_all_pages_of_a_chunk_are_passed_together() -> None:
+    passed = [links().find(id_of(SPECS["pages"]), of_prompt(number)).is_passed for number in range(3 * CHUNKS)]
+    assert passed == [True] * 3 * (CHUNKS - 4) + [False] * 3 * 4
 
 
 ENDS = (*range(8, CHUNKS), *range(8))

@@ -51,6 +51,10 @@ class PayloadKind(IntEnum):
     OPAQUE = 2
 
 
+PAGES_MAX = 256
+"""Of a chunk: their hashes differ in one byte."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvGroup:
     """Layers of equal KV geometry.
@@ -58,6 +62,8 @@ class KvGroup:
     kv_heads:   of the whole model, never divided by TP.
     latent_dim: > 0 means MLA: one plane of one head with latent_dim elements (for DeepSeek 512 + 64 = 576), where
                 kv_heads is 1 and head_dim 0; otherwise K and V planes of kv_heads heads with head_dim elements each.
+    pages:      of a chunk, where an engine keeps layers of one kind in several groups, of `layers` layers each:
+                consecutive chunks of a chain, which are one chunk of the prompt.
     """
 
     layers: int
@@ -66,11 +72,13 @@ class KvGroup:
     attention: AttentionKind = AttentionKind.FULL
     window_tokens: int = 0
     latent_dim: int = 0
+    pages: int = 1
 
     def __post_init__(self) -> None:
         check_count("groups.layers", self.layers, highest=0xFFFF)
         check_count("groups.kv_heads", self.kv_heads, highest=0xFFFF)
         check_count("groups.window_tokens", self.window_tokens, lowest=0)
+        check_count("groups.pages", self.pages, lowest=1, highest=PAGES_MAX)
         check_count("groups.latent_dim", self.latent_dim, lowest=0, highest=0xFFFFFF)
         check_count("groups.head_dim", self.head_dim, lowest=0, highest=0xFFFFFF)
         if not isinstance(self.attention, AttentionKind):

@@ -7,6 +7,7 @@ keyspaces are equal exactly if their encodings are, so the 16-byte id is a plain
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -195,6 +196,8 @@ def encode_keyspace(tenant: str, spec: KeyspaceSpec) -> bytes:
             _U32.pack(spec.opaque.block_tokens),
             _U32.pack(spec.opaque.cell_bytes),
         ]
+    if any(group.pages > 1 for group in spec.groups):
+        fields.append(b"".join(_U32.pack(group.pages) for group in spec.groups))
     parts = [_HEAD.pack(tag, len(value)) + value for tag, value in enumerate(fields, start=1)]
     return _ENCODING_MAGIC + b"".join(parts)
 
@@ -224,15 +227,18 @@ def _fields(encoding: bytes) -> Iterator[bytes]:
 
 
 def _decode(fields: list[bytes]) -> tuple[str, KeyspaceSpec]:
-    if len(fields) not in (9, 14):
+    if len(fields) not in (9, 10, 14, 15):
         raise ValueError(f"{len(fields)} fields")
+    pages = _U32.iter_unpack(fields.pop()) if len(fields) in (10, 15) else itertools.repeat((1,))
     tenant, model_id, model_revision, groups, dtype, codec, chunk_tokens, payload, salt = fields[:9]
     return tenant.decode(), KeyspaceSpec(
         model_id=model_id.decode(),
         model_revision=model_revision.decode(),
         groups=tuple(
-            KvGroup(layers, kv_heads, head_dim, AttentionKind(attention), window_tokens, latent_dim)
-            for layers, kv_heads, head_dim, latent_dim, attention, window_tokens in _GROUP.iter_unpack(groups)
+            KvGroup(layers, kv_heads, head_dim, AttentionKind(attention), window_tokens, latent_dim, *of_chunk)
+            for (layers, kv_heads, head_dim, latent_dim, attention, window_tokens), of_chunk in zip(
+                _GROUP.iter_unpack(groups), pages, strict=False
+            )
         ),
         dtype=Dtype(_number(dtype)),
         codec=codec_from_id(_number(codec)),

@@ -24,27 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvpool/v1/common.proto\x12\tkvpool.v1\"?\n\x0bPeerVersion\x12\x0c\n\x04wire\x18\x01 \x01(\x03\x12\x10\n\x08wire_min\x18\x02 \x01(\x03\x12\x10\n\x08software\x18\x03 \x01(\t\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\",\n\tItemError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x95\x01\n\x07KvGroup\x12\x0e\n\x06layers\x18\x01 \x01(\x03\x12\x10\n\x08kv_heads\x18\x02 \x01(\x03\x12\x10\n\x08head_dim\x18\x03 \x01(\x03\x12\x12\n\nlatent_dim\x18\x04 \x01(\x03\x12+\n\tattention\x18\x05 \x01(\x0e\x32\x18.kvpool.v1.AttentionKind\x12\x15\n\rwindow_tokens\x18\x06 \x01(\x03\"h\n\x0cOpaqueLayout\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x11\n\tlayout_id\x18\x02 \x01(\t\x12\x0b\n\x03isa\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\x03\x12\x12\n\ncell_bytes\x18\x05 \x01(\x03\"\x99\x02\n\x0cKeyspaceSpec\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x16\n\x0emodel_revision\x18\x02 \x01(\t\x12\"\n\x06groups\x18\x03 \x03(\x0b\x32\x12.kvpool.v1.KvGroup\x12\x1f\n\x05\x64type\x18\x04 \x01(\x0e\x32\x10.kvpool.v1.Dtype\x12\x1f\n\x05\x63odec\x18\x05 \x01(\x0e\x32\x10.kvpool.v1.Codec\x12\x14\n\x0c\x63hunk_tokens\x18\x06 \x01(\x03\x12,\n\x0cpayload_kind\x18\x07 \x01(\x0e\x32\x16.kvpool.v1.PayloadKind\x12\'\n\x06opaque\x18\x08 \x01(\x0b\x32\x17.kvpool.v1.OpaqueLayout\x12\x0c\n\x04salt\x18\t \x01(\x0c\"D\n\tShardGrid\x12\x14\n\x0clayer_groups\x18\x01 \x01(\x03\x12\x0e\n\x06splits\x18\x03 \x03(\x03J\x04\x08\x02\x10\x03R\x0bhead_groups\"_\n\x08Location\x12\x0f\n\x07node_id\x18\x01 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x1d\n\x04tier\x18\x03 \x01(\x0e\x32\x0f.kvpool.v1.Tier\x12\x0e\n\x06shards\x18\x04 \x01(\x06\"F\n\tRetention\x12\x0e\n\x06ttl_ms\x18\x01 \x01(\x03\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x17\n\x0fpinned_until_us\x18\x03 \x01(\x03\"\xfb\x01\n\x0eKeyspacePolicy\x12,\n\x0cwrite_policy\x18\x01 \x01(\x0e\x32\x16.kvpool.v1.WritePolicy\x12\'\n\x07staging\x18\x02 \x01(\x0e\x32\x16.kvpool.v1.StagingMode\x12\x1a\n\x12selective_min_uses\x18\x03 \x01(\x03\x12\x1c\n\x14selective_min_tokens\x18\x04 \x01(\x03\x12\x1a\n\x12replication_factor\x18\x05 \x01(\x03\x12\x13\n\x0bquota_bytes\x18\x06 \x01(\x03\x12\'\n\tretention\x18\x07 \x01(\x0b\x32\x14.kvpool.v1.Retention\"b\n\x0fVersionedPolicy\x12\x13\n\x0bkeyspace_id\x18\x01 \x01(\x0c\x12)\n\x06policy\x18\x02 \x01(\x0b\x32\x19.kvpool.v1.KeyspacePolicy\x12\x0f\n\x07version\x18\x03 \x01(\x06\"\xa5\x01\n\x0cPageMetadata\x12\x13\n\x0bparent_hash\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63hunk_index\x18\x02 \x01(\x03\x12\x17\n\x0fgroup_head_hash\x18\x03 \x01(\x0c\x12\'\n\tretention\x18\x04 \x01(\x0b\x32\x14.kvpool.v1.Retention\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x03\x12\x12\n\nexpires_us\x18\x06 \x01(\x03\"H\n\nTierTokens\x12\x0f\n\x07staging\x18\x01 \x01(\x03\x12\x0c\n\x04\x64isk\x18\x02 \x01(\x03\x12\x0e\n\x06remote\x18\x03 \x01(\x03\x12\x0b\n\x03gpu\x18\x04 \x01(\x03*`\n\x0bPayloadKind\x12\x1c\n\x18PAYLOAD_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16PAYLOAD_KIND_CANONICAL\x10\x01\x12\x17\n\x13PAYLOAD_KIND_OPAQUE\x10\x02*\x96\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nDTYPE_BF16\x10\x01\x12\x0e\n\nDTYPE_FP16\x10\x02\x12\x0e\n\nDTYPE_FP32\x10\x03\x12\x0e\n\nDTYPE_INT8\x10\x04\x12\x12\n\x0e\x44TYPE_FP8_E4M3\x10\x05\x12\x12\n\x0e\x44TYPE_FP8_E5M2\x10\x06\x12\x0e\n\nDTYPE_INT4\x10\x07*o\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01\x12\x15\n\x11\x43ODEC_INT8_GROUP8\x10\x02\x12\x12\n\x0e\x43ODEC_FP8_E4M3\x10\x03\x12\x15\n\x11\x43ODEC_INT4_GROUP8\x10\x04*\xae\x01\n\rAttentionKind\x12\x1e\n\x1a\x41TTENTION_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41TTENTION_KIND_FULL\x10\x01\x12!\n\x1d\x41TTENTION_KIND_SLIDING_WINDOW\x10\x02\x12\x1e\n\x1a\x41TTENTION_KIND_STATE_SPACE\x10\x03\x12!\n\x1d\x41TTENTION_KIND_GROUPED_WINDOW\x10\x04*K\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_GPU\x10\x01\x12\x10\n\x0cTIER_STAGING\x10\x02\x12\r\n\tTIER_DISK\x10\x03*\xa3\x01\n\x0bWritePolicy\x12\x1c\n\x18WRITE_POLICY_UNSPECIFIED\x10\x00\x12\x1b\n\x17WRITE_POLICY_WRITE_BACK\x10\x01\x12\x1e\n\x1aWRITE_POLICY_WRITE_THROUGH\x10\x02\x12\x1a\n\x16WRITE_POLICY_SELECTIVE\x10\x03\x12\x1d\n\x19WRITE_POLICY_STAGING_ONLY\x10\x04*]\n\x0bStagingMode\x12\x1c\n\x18STAGING_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12STAGING_MODE_CACHE\x10\x01\x12\x18\n\x14STAGING_MODE_TRANSIT\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvpool/v1/common.proto\x12\tkvpool.v1\"?\n\x0bPeerVersion\x12\x0c\n\x04wire\x18\x01 \x01(\x03\x12\x10\n\x08wire_min\x18\x02 \x01(\x03\x12\x10\n\x08software\x18\x03 \x01(\t\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\",\n\tItemError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa4\x01\n\x07KvGroup\x12\x0e\n\x06layers\x18\x01 \x01(\x03\x12\x10\n\x08kv_heads\x18\x02 \x01(\x03\x12\x10\n\x08head_dim\x18\x03 \x01(\x03\x12\x12\n\nlatent_dim\x18\x04 \x01(\x03\x12+\n\tattention\x18\x05 \x01(\x0e\x32\x18.kvpool.v1.AttentionKind\x12\x15\n\rwindow_tokens\x18\x06 \x01(\x03\x12\r\n\x05pages\x18\x07 \x01(\x03\"h\n\x0cOpaqueLayout\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x11\n\tlayout_id\x18\x02 \x01(\t\x12\x0b\n\x03isa\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\x03\x12\x12\n\ncell_bytes\x18\x05 \x01(\x03\"\x99\x02\n\x0cKeyspaceSpec\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x16\n\x0emodel_revision\x18\x02 \x01(\t\x12\"\n\x06groups\x18\x03 \x03(\x0b\x32\x12.kvpool.v1.KvGroup\x12\x1f\n\x05\x64type\x18\x04 \x01(\x0e\x32\x10.kvpool.v1.Dtype\x12\x1f\n\x05\x63odec\x18\x05 \x01(\x0e\x32\x10.kvpool.v1.Codec\x12\x14\n\x0c\x63hunk_tokens\x18\x06 \x01(\x03\x12,\n\x0cpayload_kind\x18\x07 \x01(\x0e\x32\x16.kvpool.v1.PayloadKind\x12\'\n\x06opaque\x18\x08 \x01(\x0b\x32\x17.kvpool.v1.OpaqueLayout\x12\x0c\n\x04salt\x18\t \x01(\x0c\"D\n\tShardGrid\x12\x14\n\x0clayer_groups\x18\x01 \x01(\x03\x12\x0e\n\x06splits\x18\x03 \x03(\x03J\x04\x08\x02\x10\x03R\x0bhead_groups\"_\n\x08Location\x12\x0f\n\x07node_id\x18\x01 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x1d\n\x04tier\x18\x03 \x01(\x0e\x32\x0f.kvpool.v1.Tier\x12\x0e\n\x06shards\x18\x04 \x01(\x06\"F\n\tRetention\x12\x0e\n\x06ttl_ms\x18\x01 \x01(\x03\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x17\n\x0fpinned_until_us\x18\x03 \x01(\x03\"\xfb\x01\n\x0eKeyspacePolicy\x12,\n\x0cwrite_policy\x18\x01 \x01(\x0e\x32\x16.kvpool.v1.WritePolicy\x12\'\n\x07staging\x18\x02 \x01(\x0e\x32\x16.kvpool.v1.StagingMode\x12\x1a\n\x12selective_min_uses\x18\x03 \x01(\x03\x12\x1c\n\x14selective_min_tokens\x18\x04 \x01(\x03\x12\x1a\n\x12replication_factor\x18\x05 \x01(\x03\x12\x13\n\x0bquota_bytes\x18\x06 \x01(\x03\x12\'\n\tretention\x18\x07 \x01(\x0b\x32\x14.kvpool.v1.Retention\"b\n\x0fVersionedPolicy\x12\x13\n\x0bkeyspace_id\x18\x01 \x01(\x0c\x12)\n\x06policy\x18\x02 \x01(\x0b\x32\x19.kvpool.v1.KeyspacePolicy\x12\x0f\n\x07version\x18\x03 \x01(\x06\"\xa5\x01\n\x0cPageMetadata\x12\x13\n\x0bparent_hash\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63hunk_index\x18\x02 \x01(\x03\x12\x17\n\x0fgroup_head_hash\x18\x03 \x01(\x0c\x12\'\n\tretention\x18\x04 \x01(\x0b\x32\x14.kvpool.v1.Retention\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x03\x12\x12\n\nexpires_us\x18\x06 \x01(\x03\"H\n\nTierTokens\x12\x0f\n\x07staging\x18\x01 \x01(\x03\x12\x0c\n\x04\x64isk\x18\x02 \x01(\x03\x12\x0e\n\x06remote\x18\x03 \x01(\x03\x12\x0b\n\x03gpu\x18\x04 \x01(\x03*`\n\x0bPayloadKind\x12\x1c\n\x18PAYLOAD_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16PAYLOAD_KIND_CANONICAL\x10\x01\x12\x17\n\x13PAYLOAD_KIND_OPAQUE\x10\x02*\x96\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nDTYPE_BF16\x10\x01\x12\x0e\n\nDTYPE_FP16\x10\x02\x12\x0e\n\nDTYPE_FP32\x10\x03\x12\x0e\n\nDTYPE_INT8\x10\x04\x12\x12\n\x0e\x44TYPE_FP8_E4M3\x10\x05\x12\x12\n\x0e\x44TYPE_FP8_E5M2\x10\x06\x12\x0e\n\nDTYPE_INT4\x10\x07*o\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01\x12\x15\n\x11\x43ODEC_INT8_GROUP8\x10\x02\x12\x12\n\x0e\x43ODEC_FP8_E4M3\x10\x03\x12\x15\n\x11\x43ODEC_INT4_GROUP8\x10\x04*\xae\x01\n\rAttentionKind\x12\x1e\n\x1a\x41TTENTION_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41TTENTION_KIND_FULL\x10\x01\x12!\n\x1d\x41TTENTION_KIND_SLIDING_WINDOW\x10\x02\x12\x1e\n\x1a\x41TTENTION_KIND_STATE_SPACE\x10\x03\x12!\n\x1d\x41TTENTION_KIND_GROUPED_WINDOW\x10\x04*K\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_GPU\x10\x01\x12\x10\n\x0cTIER_STAGING\x10\x02\x12\r\n\tTIER_DISK\x10\x03*\xa3\x01\n\x0bWritePolicy\x12\x1c\n\x18WRITE_POLICY_UNSPECIFIED\x10\x00\x12\x1b\n\x17WRITE_POLICY_WRITE_BACK\x10\x01\x12\x1e\n\x1aWRITE_POLICY_WRITE_THROUGH\x10\x02\x12\x1a\n\x16WRITE_POLICY_SELECTIVE\x10\x03\x12\x1d\n\x19WRITE_POLICY_STAGING_ONLY\x10\x04*]\n\x0bStagingMode\x12\x1c\n\x18STAGING_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12STAGING_MODE_CACHE\x10\x01\x12\x18\n\x14STAGING_MODE_TRANSIT\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvpool.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAYLOADKIND']._serialized_start=1582
-  _globals['_PAYLOADKIND']._serialized_end=1678
-  _globals['_DTYPE']._serialized_start=1681
-  _globals['_DTYPE']._serialized_end=1831
-  _globals['_CODEC']._serialized_start=1833
-  _globals['_CODEC']._serialized_end=1944
-  _globals['_ATTENTIONKIND']._serialized_start=1947
-  _globals['_ATTENTIONKIND']._serialized_end=2121
-  _globals['_TIER']._serialized_start=2123
-  _globals['_TIER']._serialized_end=2198
-  _globals['_WRITEPOLICY']._serialized_start=2201
-  _globals['_WRITEPOLICY']._serialized_end=2364
-  _globals['_STAGINGMODE']._serialized_start=2366
-  _globals['_STAGINGMODE']._serialized_end=2459
+  _globals['_PAYLOADKIND']._serialized_start=1597
+  _globals['_PAYLOADKIND']._serialized_end=1693
+  _globals['_DTYPE']._serialized_start=1696
+  _globals['_DTYPE']._serialized_end=1846
+  _globals['_CODEC']._serialized_start=1848
+  _globals['_CODEC']._serialized_end=1959
+  _globals['_ATTENTIONKIND']._serialized_start=1962
+  _globals['_ATTENTIONKIND']._serialized_end=2136
+  _globals['_TIER']._serialized_start=2138
+  _globals['_TIER']._serialized_end=2213
+  _globals['_WRITEPOLICY']._serialized_start=2216
+  _globals['_WRITEPOLICY']._serialized_end=2379
+  _globals['_STAGINGMODE']._serialized_start=2381
+  _globals['_STAGINGMODE']._serialized_end=2474
   _globals['_PEERVERSION']._serialized_start=37
   _globals['_PEERVERSION']._serialized_end=100
   _globals['_TRACECONTEXT']._serialized_start=102
@@ -52,23 +52,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ITEMERROR']._serialized_start=159
   _globals['_ITEMERROR']._serialized_end=203
   _globals['_KVGROUP']._serialized_start=206
-  _globals['_KVGROUP']._serialized_end=355
-  _globals['_OPAQUELAYOUT']._serialized_start=357
-  _globals['_OPAQUELAYOUT']._serialized_end=461
-  _globals['_KEYSPACESPEC']._serialized_start=464
-  _globals['_KEYSPACESPEC']._serialized_end=745
-  _globals['_SHARDGRID']._serialized_start=747
-  _globals['_SHARDGRID']._serialized_end=815
-  _globals['_LOCATION']._serialized_start=817
-  _globals['_LOCATION']._serialized_end=912
-  _globals['_RETENTION']._serialized_start=914
-  _globals['_RETENTION']._serialized_end=984
-  _globals['_KEYSPACEPOLICY']._serialized_start=987
-  _globals['_KEYSPACEPOLICY']._serialized_end=1238
-  _globals['_VERSIONEDPOLICY']._serialized_start=1240
-  _globals['_VERSIONEDPOLICY']._serialized_end=1338
-  _globals['_PAGEMETADATA']._serialized_start=1341
-  _globals['_PAGEMETADATA']._serialized_end=1506
-  _globals['_TIERTOKENS']._serialized_start=1508
-  _globals['_TIERTOKENS']._serialized_end=1580
+  _globals['_KVGROUP']._serialized_end=370
+  _globals['_OPAQUELAYOUT']._serialized_start=372
+  _globals['_OPAQUELAYOUT']._serialized_end=476
+  _globals['_KEYSPACESPEC']._serialized_start=479
+  _globals['_KEYSPACESPEC']._serialized_end=760
+  _globals['_SHARDGRID']._serialized_start=762
+  _globals['_SHARDGRID']._serialized_end=830
+  _globals['_LOCATION']._serialized_start=832
+  _globals['_LOCATION']._serialized_end=927
+  _globals['_RETENTION']._serialized_start=929
+  _globals['_RETENTION']._serialized_end=999
+  _globals['_KEYSPACEPOLICY']._serialized_start=1002
+  _globals['_KEYSPACEPOLICY']._serialized_end=1253
+  _globals['_VERSIONEDPOLICY']._serialized_start=1255
+  _globals['_VERSIONEDPOLICY']._serialized_end=1353
+  _globals['_PAGEMETADATA']._serialized_start=1356
+  _globals['_PAGEMETADATA']._serialized_end=1521
+  _globals['_TIERTOKENS']._serialized_start=1523
+  _globals['_TIERTOKENS']._serialized_end=1595
 # @@protoc_insertion_point(module_scope)

@@ -340,6 +340,7 @@ class KvGroup(_message.Message):
     LATENT_DIM_FIELD_NUMBER: _builtins.int
     ATTENTION_FIELD_NUMBER: _builtins.int
     WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
     layers: _builtins.int
     """Layers in the group, > 0."""
     kv_heads: _builtins.int
@@ -352,6 +353,10 @@ class KvGroup(_message.Message):
     """A model with layers of several kinds opens a keyspace for each."""
     window_tokens: _builtins.int
     """Window of SLIDING_WINDOW and GROUPED_WINDOW in tokens, else 0."""
+    pages: _builtins.int
+    """Pages of a chunk, at most 256, where an engine keeps layers of one kind in several groups, of `layers` layers each: consecutive chunks of a chain, which are
+    one chunk of the prompt. 0 means 1.
+    """
     def __init__(
         self,
         *,
@@ -361,10 +366,11 @@ class KvGroup(_message.Message):
         latent_dim: _builtins.int = ...,
         attention: Global___AttentionKind.ValueType = ...,
         window_tokens: _builtins.int = ...,
+        pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "latent_dim", b"latent_dim", "layers", b"layers", "window_tokens", b"window_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "latent_dim", b"latent_dim", "layers", b"layers", "pages", b"pages", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,6 +51,7 @@ def _group_to_proto(group: KvGroup) -> common_pb2.KvGroup:
         latent_dim=group.latent_dim,
         attention=common_pb2.AttentionKind.ValueType(group.attention),
         window_tokens=group.window_tokens,
+        pages=group.pages if group.pages > 1 else 0,
     )
 
 
@@ -87,6 +88,7 @@ def _group_from_proto(message: common_pb2.KvGroup) -> KvGroup:
         head_dim=message.head_dim,
         attention=attention,
         window_tokens=message.window_tokens,
+        pages=message.pages or 1,
         latent_dim=message.latent_dim,
     )
 

@@ -34,32 +34,33 @@ class ChainLinks:
 
     def __init__(self, keyspaces: KeyspaceBook) -> None:
         self._keyspaces = keyspaces
-        self._kept: dict[bytes, tuple[int, int]] = {}  # by keyspace: tokens of a chunk, and before the end of a prompt
+        # By keyspace: tokens of a chunk and its pages, and tokens before the end of a prompt.
+        self._kept: dict[bytes, tuple[int, int, int]] = {}
 
     def stand_alone(self, keyspace: bytes) -> bool:
         """Return whether no chunk of a keyspace keeps another one."""
-        return self._numbers(keyspace)[1] != _IN_CHAIN
+        return self._numbers(keyspace)[2] != _IN_CHAIN
 
     def find(self, keyspace: bytes, metadata: PageMetadata) -> ChainLink:
         """Return what a chunk keeps: the one before it if the keyspace is not known."""
-        chunk_tokens, kept_tokens = self._numbers(keyspace)
+        chunk_tokens, pages, kept_tokens = self._numbers(keyspace)
         if kept_tokens == _IN_CHAIN:
             return ChainLink(metadata.parent_hash if metadata.chunk_index else None, False)
-        end_tokens = (metadata.chunk_index + 1) * chunk_tokens
+        end_tokens = (metadata.chunk_index // pages + 1) * chunk_tokens
         return ChainLink(None, kept_tokens != _NEVER_PASSED and end_tokens + kept_tokens <= metadata.prompt_tokens)
 
-    def _numbers(self, keyspace: bytes) -> tuple[int, int]:
+    def _numbers(self, keyspace: bytes) -> tuple[int, int, int]:
         known = self._kept.get(keyspace)
         if known is None:
             found = self._keyspaces.find(keyspace)
             if found is None:
-                return 1, _IN_CHAIN
+                return 1, 1, _IN_CHAIN
             group, kept_tokens = found.spec.group, _IN_CHAIN
             if group.attention is AttentionKind.GROUPED_WINDOW:
                 kept_tokens = KEPT_WINDOWS * group.window_tokens
             elif group.attention is AttentionKind.STATE_SPACE:
                 kept_tokens = _NEVER_PASSED
-            known = self._kept[keyspace] = found.spec.chunk_tokens, kept_tokens
+            known = self._kept[keyspace] = found.spec.chunk_tokens, group.pages, kept_tokens
         return known
 
 

@@ -452,7 +452,7 @@ def model_spec(
         attention = AttentionKind.STATE_SPACE
     elif info.window_tokens and info.layer_numbers:
         attention = AttentionKind.GROUPED_WINDOW
-    return replace(spec, groups=(replace(spec.group, attention=attention),))
+    return replace(spec, groups=(replace(spec.group, attention=attention, pages=len(info.members)),))
 
 
 def _unbuilt_rope(model: Any) -> dict[str, Any]:

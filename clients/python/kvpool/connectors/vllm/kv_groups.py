@@ -96,8 +96,8 @@ def first_held_chunk(block_ids: Sequence[int], first_chunk: int, end_chunk: int,
 def page_chain(chain: Prompt, pages: int) -> Prompt:
     """Return the pages of a chain's chunks as a chain of their own, in which chunk c is [c * pages, (c + 1) * pages).
 
-    The hash of a page differs from its chunk's in the first byte alone, for at most 256 pages: as a hash of 128 bits
-    says which prompt it is of, one of 120 bits does.
+    The hash of a page differs from its chunk's in the first byte alone, for PAGES_MAX pages at most: as a hash of 128
+    bits says which prompt it is of, one of 120 bits does.
     """
     if pages == 1:
         return chain
