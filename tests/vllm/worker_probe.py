@@ -80,16 +80,17 @@ class WorkerProbe:
 
     def _spoil(self, requests: set[str]) -> None:
         import numpy as np
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         from kvpool.connectors.vllm.identity import kv_cache_infos
+        from kvpool.connectors.vllm.wiring import settings_from_config
 
         group, how = self._spoiled
-        infos = kv_cache_infos(self.model_runner.vllm_config, self.model_runner.kv_cache_config)
+        configs = self.model_runner.vllm_config, self.model_runner.kv_cache_config
+        infos, chunk_tokens = kv_cache_infos(*configs), settings_from_config(*configs).chunk_tokens
         number = next((at for at, info in enumerate(infos) if group in info.members), -1)
         jobs = [job for request_id in requests for job in self._loading.pop(request_id, ()) if job.group == number]
         for request_id in dict.fromkeys(job.request_id for job in jobs):
-            info, chunk_tokens = infos[number], get_kv_transfer_group()._settings.chunk_tokens
+            info = infos[number]
             found = []
             for job in [job for job in jobs if job.request_id == request_id]:
                 # Of the pages of its chunks those of this group.

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence, 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from kvpool.client.block_generations import BlockGenerations
@@ -60,7 +61,7 @@ class _Store:
     started_s: float
     still_valid: bool = True  # whether the blocks have held their bytes until now
     released: bool = False
-    ended_s: float = 0.0
+    ended_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class WorkerStores:
         self._later, self._on_ended, self._now_s = later, on_ended, now_s
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Store] = deque()  # for an event
-        self._futures: set[Future[_Outcome]] = set()  # of those that have begun and not ended
+        self._futures: set[Future[None]] = set()  # of those that have begun and not ended
         self._places = [ConcurrencyLimiter(count=_STORES_MAX) for _ in cache.groups]
         self._bytes = ConcurrencyLimiter(size_bytes=settings.store_bytes_in_flight_max)
 
@@ -129,6 +130,7 @@ class WorkerStores:
 
     def begin_waiting(self) -> None:
         """Start queued stores as long as there are free events."""
+        begun: list[tuple[_Store, StepEvent]] = []
         while self._waiting:
             store = self._waiting[0]
             try:
@@ -138,16 +140,20 @@ class WorkerStores:
                 self._fail(store, error)
                 continue
             if step_event is None:
-                return
-            self._waiting.popleft()
+                break
+            begun.append((self._waiting.popleft(), step_event))
+        # Those of a step together: the event loop sends them in one message of each session.
+        for trace, of_trace in groupby(begun, lambda one: one[0].job.trace):
+            stores = list(of_trace)
             try:
-                future = self._connection.start(partial(self._store, store, step_event), store.job.trace)
+                future = self._connection.start(partial(self._store_all, stores), trace)
             except Exception as error:
-                self._events_of(store).give_back(step_event)
-                self._fail(store, error)
+                for store, step_event in stores:
+                    self._events_of(store).give_back(step_event)
+                    self._fail(store, error)
             else:
                 self._futures.add(future)
-                future.add_done_callback(partial(self._ended_soon, store))
+                future.add_done_callback(partial(self._all_ended, stores))
 
     def finish(self, timeout_s: float) -> None:
         """Wait up to timeout_s for running stores: the engine's memory is freed afterwards."""
@@ -189,6 +195,17 @@ class WorkerStores:
             elif not request.stores:
                 del self._requests[request_id]
         return released
+
+    async def _store_all(self, stores: Sequence[tuple[_Store, StepEvent]]) -> None:
+        """Run stores on the pool's event loop."""
+
+        async def run(store: _Store, step_event: StepEvent) -> None:
+            try:
+                self._ended_soon(store, await self._store(store, step_event))
+            except (Exception, asyncio.CancelledError) as error:
+                self._ended_soon(store, error)
+
+        await asyncio.gather(*(run(*one) for one in stores))
 
     async def _store(self, store: _Store, step_event: StepEvent) -> _Outcome:
         """Run one store on the pool's event loop. Its windows start in order and end in any order."""
@@ -258,17 +275,20 @@ class WorkerStores:
         fitting = self._settings.store_bytes_in_flight_max // 2 // max(1, chunk_bytes)
         return max(1, min(fitting, pool.session.max_request_chunks or fitting))
 
-    def _ended_soon(self, store: _Store, future: Future[_Outcome]) -> None:
-        """Called on the pool's event loop when a store has ended."""
+    def _all_ended(self, stores: Sequence[tuple[_Store, StepEvent]], future: Future[None]) -> None:
         self._futures.discard(future)
-        store.ended_s = self._now_s()  # an idle engine hears of it with its next request
-        self._later(partial(self._ended, store, future))
+        for store, _ in stores:
+            if store.ended_s is None:  # the loop was stopped before it ran
+                self._ended_soon(store, unreachable())
 
-    def _ended(self, store: _Store, future: Future[_Outcome]) -> None:
-        try:
-            outcome = future.result()
-        except BaseException as error:
-            self._fail(store, error)
+    def _ended_soon(self, store: _Store, outcome: _Outcome | BaseException) -> None:
+        """Called on the pool's event loop when a store has ended."""
+        store.ended_s = self._now_s()  # an idle engine hears of it with its next request
+        self._later(partial(self._ended, store, outcome))
+
+    def _ended(self, store: _Store, outcome: _Outcome | BaseException) -> None:
+        if isinstance(outcome, BaseException):
+            self._fail(store, outcome)
         else:
             self._forget(store)
             self._end(store, outcome)
@@ -291,7 +311,7 @@ class WorkerStores:
                 deduplicated_chunks=outcome.deduplicated,
                 failed_chunks=outcome.failed,
                 skipped_chunks=outcome.skipped,
-                duration_s=max(0.0, store.ended_s - store.started_s),
+                duration_s=(store.ended_s or store.started_s) - store.started_s,
                 size_bytes=outcome.stored * self._groups[store.job.group].chunk_bytes,
                 failure="; ".join(sorted(outcome.failures)),
             )
