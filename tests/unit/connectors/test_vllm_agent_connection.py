@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import replace
 
@@ -30,17 +29,6 @@ def a_plan() -> EngineRegistration:
         regions=(),
         match_only=True,
     )
-
-
-@pytest.mark.parametrize(("before_s", "after_s"), [(0.005, 0.00005), (0.00002, 0.00002)])
-def test_the_pools_thread_need_not_wait_long_for_the_engines(before_s: float, after_s: float) -> None:
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(before_s)
-    try:
-        AgentConnection(lambda: [a_plan()], NOWHERE).close()
-        assert sys.getswitchinterval() == pytest.approx(after_s, rel=0.05)
-    finally:
-        sys.setswitchinterval(interval_s)
 
 
 def test_an_agent_that_is_not_there_is_said_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,6 @@ from kvpool.client.fds import offer_fd
 from kvpool.client.pool import AsyncPool
 from kvpool.client.retry import LATER, Backoff
 from kvpool.client.sync import BackgroundLoop
-from kvpool.connectors.vllm.switch_interval import shorten_switch_interval
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 
@@ -38,7 +37,6 @@ class AgentConnection:
         """make_registrations: returns one for each group; runs on its own thread and may block. Called again after
         ServiceUnavailable (no agent is running yet); any other error turns kvpool off in this process."""
         self._make_registrations, self._config, self._offer = make_registrations, config, offer
-        shorten_switch_interval()
         self._loop = BackgroundLoop("kvpool-vllm")
         self._opened: list[AsyncPool] = []  # touched on the loop only
         self._pools: tuple[AsyncPool, ...] = ()  # once all are open

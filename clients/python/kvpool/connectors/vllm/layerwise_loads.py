@@ -13,6 +13,7 @@ from kvpool.client.engine_items import LoadResult
 from kvpool.client.handle import AsyncHandle
 from kvpool.connectors.vllm.agent_connection import AgentConnection
 from kvpool.connectors.vllm.step_jobs import LoadJob
+from kvpool.connectors.vllm.switch_interval import switch_interval
 
 # The agent keeps to a load's deadline itself; so much longer is its answer waited for.
 _GRACE_S = 1.0
@@ -42,8 +43,10 @@ class LayerwiseLoads:
 
     def begin(self, job: LoadJob, load: Callable[[], Awaitable[AsyncHandle[LoadResult]]]) -> None:
         """Start a load. load: starts it on the pool's event loop. raises: ServiceUnavailable."""
-        handle = self._connection.start(load, job.trace)
-        self._running.append(_Running(job, self._now_s(), handle, self._connection.start(partial(self._end_s, handle))))
+        handle, begun_at_s = self._connection.start(load, job.trace), self._now_s()
+        ended_at_s = self._connection.start(partial(self._end_s, handle))
+        switch_interval.shorten_until(ended_at_s)
+        self._running.append(_Running(job, begun_at_s, handle, ended_at_s))
 
     def wait_layers(self, layers: int) -> None:
         """Return when the first `layers` layers of all loads are in or have failed; `finish` reports failures."""

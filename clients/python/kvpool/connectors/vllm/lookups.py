@@ -19,6 +19,7 @@ from kvpool.connectors.vllm.connector_counters import ConnectorCounters
 from kvpool.connectors.vllm.kv_groups import BoundarySearch, KvCacheGroup, match_of_chunks, page_chain
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.connectors.vllm.switch_interval import switch_interval
 from kvpool.core.chunks import group_head_index
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.tracing import TraceParent
@@ -129,6 +130,7 @@ class Lookups:
         lookup.held_chunks, lookup.awaited_since_s = held_chunks, None
         try:
             lookup.running = self._connection.start(ask, lookup.trace)
+            switch_interval.shorten_until(lookup.running)
         except KvPoolError as error:
             lookup.running = Future()
             lookup.running.set_exception(error)

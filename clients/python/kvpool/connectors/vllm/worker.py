@@ -31,6 +31,7 @@ from kvpool.connectors.vllm.layerwise_loads import LayerwiseLoads
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvent
 from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StepJobs, StoreReport, block_table, prompt_of_job
+from kvpool.connectors.vllm.switch_interval import switch_interval
 from kvpool.connectors.vllm.worker_stores import WorkerKvCache, WorkerStores
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Overloaded, ServiceUnavailable, Stopped
 
@@ -185,6 +186,7 @@ class ConnectorWorker:
                 self._layerwise_loads.begin(job, partial(self._begin_layers, pool, job, step_event))
             else:
                 future = self._connection.start(partial(self._load, pool, load, step_event), job.trace)
+                switch_interval.shorten_until(future)
                 future.add_done_callback(partial(self._loaded_soon, load))
         except Exception:
             step_events.give_back(step_event)

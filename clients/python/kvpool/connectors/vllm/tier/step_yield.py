@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Final, TypeAlias
 
-from kvpool.connectors.vllm.switch_interval import shorten_switch_interval
+from kvpool.connectors.vllm.switch_interval import switch_interval
 
 _Answer: TypeAlias = Future[list[bool]]
 _YIELD_S: Final = 20e-6
@@ -35,7 +34,7 @@ class StepYield:
         """may_wait: False where other engines wait for this one's steps."""
         self._may_wait, self._wait, self._sleep = may_wait, wait, sleep
         self._scheduled: set[str] = set()  # requests that are computed, or were until they were preempted
-        self._usual_interval_s: float | None = None  # while it is shortened
+        self._is_short = False  # the interval
 
     def finish(self, request_id: str) -> None:
         """The request has finished."""
@@ -52,9 +51,9 @@ class StepYield:
         if not running:
             self.close()
             return
-        if self._usual_interval_s is None:
-            self._usual_interval_s = sys.getswitchinterval()
-            shorten_switch_interval()
+        if not self._is_short:
+            self._is_short = True
+            switch_interval.shorten()
         if not self._waits:
             self._sleep(_YIELD_S)
 
@@ -64,6 +63,6 @@ class StepYield:
 
     def close(self) -> None:
         """Nothing is under way: the interval is as it was."""
-        if self._usual_interval_s is not None:
-            sys.setswitchinterval(self._usual_interval_s)
-            self._usual_interval_s = None
+        if self._is_short:
+            self._is_short = False
+            switch_interval.restore()
