@@ -81,12 +81,11 @@ class WorkerProbe:
     def _spoil(self, requests: set[str]) -> None:
         import numpy as np
 
-        from kvpool.connectors.vllm.identity import kv_cache_infos
-        from kvpool.connectors.vllm.wiring import settings_from_config
+        from kvpool.connectors.vllm import wiring  # which a test may have replace a function
 
         group, how = self._spoiled
         configs = self.model_runner.vllm_config, self.model_runner.kv_cache_config
-        infos, chunk_tokens = kv_cache_infos(*configs), settings_from_config(*configs).chunk_tokens
+        infos, chunk_tokens = wiring.kv_cache_infos(*configs), wiring.settings_from_config(*configs).chunk_tokens
         number = next((at for at, info in enumerate(infos) if group in info.members), -1)
         jobs = [job for request_id in requests for job in self._loading.pop(request_id, ()) if job.group == number]
         for request_id in dict.fromkeys(job.request_id for job in jobs):
