@@ -81,10 +81,11 @@ class WorkerProbe:
     def _spoil(self, requests: set[str]) -> None:
         import numpy as np
 
-        from kvpool.connectors.vllm import wiring  # which a test may have replace a function
+        from kvpool.connectors.vllm import wiring as own
 
         group, how = self._spoiled
         configs = self.model_runner.vllm_config, self.model_runner.kv_cache_config
+        wiring: Any = own  # which has what tests put in place of its functions
         infos, chunk_tokens = wiring.kv_cache_infos(*configs), wiring.settings_from_config(*configs).chunk_tokens
         number = next((at for at, info in enumerate(infos) if group in info.members), -1)
         jobs = [job for request_id in requests for job in self._loading.pop(request_id, ()) if job.group == number]
