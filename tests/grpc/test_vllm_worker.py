@@ -124,9 +124,7 @@ def rank(
         connection,
         WorkerKvCache(
             groups=[
-                WorkerKvCacheGroup(
-                    block_tokens=BLOCK, chunk_bytes=1, step_events=memory.step_events, split=memory.split
-                )
+                WorkerKvCacheGroup(block_tokens=BLOCK, page_bytes=1, step_events=memory.step_events, split=memory.split)
             ]
         ),
     )

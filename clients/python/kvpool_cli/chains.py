@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.client.index import IndexClient, NamedKeyspace, OpenedKeyspace
-from kvpool.core.chunks import chunk_hashes, group_head_index
+from kvpool.core.chunks import HASH_BYTES, chunk_hashes, group_head_index, page_hashes
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool_cli.errors import CommandFailed
 from kvpool_cli.targets import keyspace_of_name
@@ -17,16 +17,29 @@ CHUNKS_A_CALL = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """The full chunks of a token sequence in one keyspace."""
+    """The full chunks of a token sequence in one keyspace.
+
+    hashes: of the chunks' pages, `pages` for each chunk, one chunk's after the other's.
+    """
 
     named: NamedKeyspace
     opened: OpenedKeyspace
     token_count: int
     hashes: tuple[bytes, ...]
 
+    @property
+    def pages(self) -> int:
+        """Of a chunk; see KvGroup."""
+        return self.named.spec.group.pages
+
+    @property
+    def chunk_count(self) -> int:
+        """Full chunks."""
+        return len(self.hashes) // self.pages
+
     def batches(self, first_chunk: int = 0) -> Iterator[list[bytes]]:
         """Hashes from a chunk on, as many as one call may name."""
-        for start in range(first_chunk, len(self.hashes), CHUNKS_A_CALL):
+        for start in range(first_chunk * self.pages, len(self.hashes), CHUNKS_A_CALL):
             yield list(self.hashes[start : start + CHUNKS_A_CALL])
 
 
@@ -44,13 +57,20 @@ async def possibly_empty_chain_of(index: IndexClient, keyspace_name: str, tokens
     named = await keyspace_of_name(index, keyspace_name)
     opened = await index.open_keyspace(named.name, named.spec)
     hashes = chunk_hashes(opened.hash_key, tokens, named.spec.chunk_tokens)
-    return Chain(named=named, opened=opened, token_count=len(tokens), hashes=tuple(hashes))
+    of_pages = page_hashes(b"".join(hashes), named.spec.group.pages)
+    starts = range(0, len(of_pages), HASH_BYTES)
+    return Chain(
+        named=named,
+        opened=opened,
+        token_count=len(tokens),
+        hashes=tuple(of_pages[start : start + HASH_BYTES] for start in starts),
+    )
 
 
 async def matches(index: IndexClient, chain: Chain) -> AsyncIterator[tuple[int, ChainMatch]]:
     """Match a chain, one part after another where it is longer than one question may be, up to its first miss.
 
-    Yields the number of each part's first chunk, and the answer.
+    Yields the number of each part's first page, and the answer, in pages.
     """
     limit = (await index.get_info()).max_match_chunks
     for first in range(0, len(chain.hashes), limit):

@@ -67,25 +67,28 @@ async def look_up(target: Target, keyspace_name: str, tokens: Sequence[int]) -> 
         chain = await possibly_empty_chain_of(index, keyspace_name, tokens)
         whole = Coverage.of(chain.opened.grid, 0)
         runs: list[FoundRun] = []
-        async for at, answer in matches(index, chain):
+        end_chunk = 0
+        async for page, answer in matches(index, chain):
             for found in answer.runs:
-                runs.append(_run(at, found, answer.nodes, whole))
-                at += found.chunk_count
+                first_chunk, page = end_chunk, page + found.chunk_count
+                end_chunk = page // chain.pages
+                if end_chunk > first_chunk:
+                    runs.append(_run(range(first_chunk, end_chunk), found, answer.nodes, whole))
     return Found(
         keyspace=chain.named.name,
         token_count=len(tokens),
         chunk_tokens=chain.named.spec.chunk_tokens,
-        chunk_count=len(chain.hashes),
+        chunk_count=chain.chunk_count,
         runs=tuple(runs),
     )
 
 
-def _run(first_chunk: int, found: MatchRun, nodes: dict[bytes, NodeInfo], whole: Coverage) -> FoundRun:
+def _run(chunks: range, found: MatchRun, nodes: dict[bytes, NodeInfo], whole: Coverage) -> FoundRun:
     tier = best_tier(found.locations, whole)
     ids = dict.fromkeys(location.node_id for location in found.locations if location.tier <= tier)
     return FoundRun(
-        first_chunk=first_chunk,
-        chunk_count=found.chunk_count,
+        first_chunk=chunks.start,
+        chunk_count=len(chunks),
         tier=tier,
         nodes=tuple(nodes[node_id] for node_id in ids if node_id in nodes),
     )

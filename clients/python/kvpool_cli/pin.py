@@ -99,7 +99,7 @@ def to_document(pinned: Pinned) -> dict[str, Any]:
     return {
         "version": 1,
         "keyspace": pinned.chain.named.name,
-        "chunks": len(pinned.chain.hashes),
+        "chunks": pinned.chain.chunk_count,
         "pinned_until_us": pinned.until_us,
         "nodes": nodes_document(pinned.answers, lambda pages: {"pages": pages}, 0),
     }
@@ -107,7 +107,7 @@ def to_document(pinned: Pinned) -> dict[str, Any]:
 
 def render(pinned: Pinned) -> RenderableType:
     """A table for people."""
-    what = f"{len(pinned.chain.hashes)} chunks of keyspace {pinned.chain.named.name}"
+    what = f"{pinned.chain.chunk_count} chunks of keyspace {pinned.chain.named.name}"
     if not pinned.page_count:
         lacking = "see the errors" if pinned.failed else "let an engine store them first"
         head = f"nothing was done: no node holds any of the {what}; {lacking}"

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from kvpool.core.cluster import ChainQuery, RouteAnswer
 from kvpool_cli.chains import possibly_empty_chain_of
 from kvpool_cli.common import Common
-from kvpool_cli.errors import EXIT_OK
+from kvpool_cli.errors import EXIT_OK, CommandFailed
 from kvpool_cli.options import Keyspace
 from kvpool_cli.output import print_json, show, stack, table
 from kvpool_cli.prompts import TokenSource
@@ -37,6 +37,11 @@ async def look_up(target: Target, keyspace_name: str, tokens: list[int], *, with
     """Ask for a route, by as much of the tokens as one question may name. Raises CommandFailed for no such keyspace."""
     async with open_index(target) as index:
         chain = await possibly_empty_chain_of(index, keyspace_name, tokens)
+        if chain.pages > 1:
+            raise CommandFailed(
+                f"chunks of keyspace {chain.named.name} have {chain.pages} pages: name the keyspace of the model's "
+                f"layers with full attention, which decide a route"
+            )
         limit = (await index.get_info()).max_match_chunks
         query = ChainQuery(keyspace=chain.opened.keyspace, chunk_hashes=b"".join(chain.hashes[:limit]))
         return await index.route(query, with_unmatched=with_unmatched)

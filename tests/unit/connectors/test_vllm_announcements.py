@@ -316,7 +316,7 @@ def a_worker(
     generations: BlockGenerations, session: Session | None, split: int = 1, connection: FakeConnection | None = None
 ) -> ConnectorWorker:
     pool = SimpleNamespace(session=session) if session is not None else None
-    group = WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=1000, step_events=StepEvents(None), split=split)
+    group = WorkerKvCacheGroup(block_tokens=BLOCK, page_bytes=1000, step_events=StepEvents(None), split=split)
     return ConnectorWorker(
         VllmSettings(agent="unix:/x", chunk_tokens=CHUNK),
         connection or FakeConnection(pool),  # type: ignore[arg-type]

@@ -108,7 +108,7 @@ class World:
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
             self.connection,  # type: ignore[arg-type]
             WorkerKvCache(
-                groups=[WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=self.step_events)]
+                groups=[WorkerKvCacheGroup(block_tokens=BLOCK, page_bytes=CHUNK_BYTES, step_events=self.step_events)]
             ),
             loads_wait_for_gpu=loads_wait_for_gpu,
             now_s=lambda: self.now_s,

@@ -246,7 +246,7 @@ class GroupsWorld:
     def __init__(self, *pools: Pool, held: bool = False) -> None:
         self.connection = FakeConnection(*pools)
         self.connection.held = held
-        group = WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(None))
+        group = WorkerKvCacheGroup(block_tokens=BLOCK, page_bytes=CHUNK_BYTES, step_events=StepEvents(None))
         self.side = ConnectorWorker(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK),
             self.connection,  # type: ignore[arg-type]
@@ -351,3 +351,15 @@ def test_blocks_that_are_zeroed_before_the_connector_hears_of_it_are_not_stored(
     runner.execute_model(StepJobs(step=2, scheduler="one", overwritten=[1] if overwritten else []), zero)
     storing.join(PATIENCE_S)
     assert pool.kept == [not overwritten]
+
+
+def test_jobs_of_a_group_that_a_rank_does_not_have_fail() -> None:
+    world = GroupsWorld(Pool())
+    load = a_load("r", WINDOW_BLOCKS[:8], group=1)
+    store = a_store(1, "s", WINDOW_BLOCKS[:8], group=1)
+    jobs = StepJobs(step=1, loads=[load], stores=[store], release=["s"])
+    world.side.start_loads(jobs)
+    world.side.start_stores(jobs)
+    assert (world.side.take_finished_recving(), world.side.take_failed_requests()) == ({"r"}, {"r"})
+    assert world.side.take_finished_sending() == {"s"}
+    assert len(world.side.take_reports()) == 2

@@ -300,3 +300,13 @@ def test_equal_groups_at_equal_places_are_joined(
     assert [one.members for one in joined] == members
     for one in joined:
         assert one.layer_numbers == tuple(number for member in one.members for number in infos[member].layer_numbers)
+
+
+def test_of_short_block_tables_what_is_there_is_stored() -> None:
+    pools = PagePool(b"w" * 32), PagePool(b"k" * 32)
+    engine, request = Engine(pools, windows(400), FULL), a_request(4 * CHUNK + 1)
+    engine.world.match(request)
+    blocks = blocks_of_all(9, 1)
+    blocks[3] = blocks[3][:5]
+    stores = engine.world.side.build_jobs({"r": request.num_tokens}, (), lambda _: blocks).stores
+    assert {(job.group, job.first_chunk, job.end_chunk) for job in stores} == {(0, 0, 6), (1, 0, 4)}

@@ -68,7 +68,7 @@ def test_it_is_short_while_a_lookup_runs() -> None:
 def test_it_is_short_beside_loads_and_not_beside_stores(loads: bool) -> None:
     connection = FakeConnection(Pool())
     connection.held = True
-    group = WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(None))
+    group = WorkerKvCacheGroup(block_tokens=BLOCK, page_bytes=CHUNK_BYTES, step_events=StepEvents(None))
     side = ConnectorWorker(
         VllmSettings(agent="unix:/x", chunk_tokens=CHUNK),
         connection,  # type: ignore[arg-type]

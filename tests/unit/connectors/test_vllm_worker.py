@@ -83,7 +83,7 @@ class World:
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
             self.connection,  # type: ignore[arg-type]
             WorkerKvCache(
-                groups=[WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(None))],
+                groups=[WorkerKvCacheGroup(block_tokens=BLOCK, page_bytes=CHUNK_BYTES, step_events=StepEvents(None))],
                 load_only=load_only,
             ),
             now_s=self.clock.monotonic_s,

@@ -57,7 +57,7 @@ def a_worker(pool: Any, *, events: Any = None, **settings: Any) -> ConnectorWork
         VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
         FakeConnection(pool),  # type: ignore[arg-type]
         WorkerKvCache(
-            groups=[WorkerKvCacheGroup(block_tokens=BLOCK, chunk_bytes=CHUNK_BYTES, step_events=StepEvents(events))]
+            groups=[WorkerKvCacheGroup(block_tokens=BLOCK, page_bytes=CHUNK_BYTES, step_events=StepEvents(events))]
         ),
         now_s=ManualClock().monotonic_s,
     )

@@ -163,10 +163,14 @@ class EngineSession:
         return self._stream.failure
 
     async def match(
-        self, chunk_hashes: Sequence[bytes], held_chunks: int = 0, *, timeout_s: float | None = None
+        self, chunk_hashes: Sequence[bytes] | bytes, held_chunks: int = 0, *, timeout_s: float | None = None
     ) -> MatchResult:
-        """How much of a chain, from chunk 0 on, can be had. raises: StoreUnavailable, DeadlineExceeded, ..."""
-        request = gpuagent_pb2.EngineMatchRequest(chunk_hashes=hashes_to_bytes(chunk_hashes), held_chunks=held_chunks)
+        """How much of a chain, from chunk 0 on, can be had. chunk_hashes: one by one, or [C * 16] bytes.
+
+        raises: StoreUnavailable, DeadlineExceeded, ...
+        """
+        packed = chunk_hashes if isinstance(chunk_hashes, bytes) else hashes_to_bytes(chunk_hashes)
+        request = gpuagent_pb2.EngineMatchRequest(chunk_hashes=packed, held_chunks=held_chunks)
         limit_s = self._config.match_timeout_s if timeout_s is None else timeout_s
         return match_from_proto((await self._stream.ask(_Request(match=request), limit_s)).match)
 

@@ -159,9 +159,10 @@ class AsyncPool:
         held = min(held_chunks, prompt.chunk_count)
         if held == prompt.chunk_count:
             return MatchResult(held, prompt.usable_tokens(held))
-        asked = prompt.hashes[: self._session.max_request_chunks or None]
+        asked = min(prompt.chunk_count, self._session.max_request_chunks or prompt.chunk_count)
         try:
-            found = await self._session.match(asked, min(held, len(asked)), timeout_s=timeout_s)
+            hashes = prompt.packed_hashes(0, asked)
+            found = await self._session.match(hashes, min(held, asked), timeout_s=timeout_s)
         except KvPoolError as error:
             return MatchResult(held, prompt.usable_tokens(held), error=self._explain(error))
         matched = max(held, min(found.matched_chunks, prompt.chunk_count))

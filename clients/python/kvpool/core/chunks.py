@@ -98,6 +98,19 @@ def chunk_hashes(
     return hashes
 
 
+def page_hashes(hashes: bytes, pages: int) -> bytes:
+    """Hashes of the pages of chunks that have several, one chunk's after the other's: [C * pages * 16] bytes.
+
+    hashes: [C * 16] bytes, of the chunks. pages: at most 256; see `geometry.KvGroup`. The hash of a page differs from
+    its chunk's in the first byte alone: which prompt it is of is said by 120 bits of 128.
+    """
+    if pages == 1:
+        return hashes
+    of_pages = np.frombuffer(hashes, np.uint8).reshape(-1, 1, HASH_BYTES).repeat(pages, axis=1)
+    of_pages[:, :, 0] ^= np.arange(pages, dtype=np.uint8)
+    return of_pages.tobytes()
+
+
 def encode_extras(extras: Iterable[Extra]) -> bytes:
     """The bytes of a chunk's records, in canonical order."""
     return b"".join(extra.encode() for extra in sorted(extras))

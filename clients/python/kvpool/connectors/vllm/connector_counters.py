@@ -9,7 +9,8 @@ from kvpool.connectors.vllm.step_jobs import LoadReport, StoreReport
 
 @dataclass(slots=True)
 class ConnectorCounters:
-    """Counters of all workers together: a chunk that two of them load counts twice."""
+    """Counters of all workers together: a chunk that two of them load counts twice. Chunks of several pages count once
+    where they are offered and declined, and once a page elsewhere."""
 
     lookups: int = 0
     failed_lookups: int = 0

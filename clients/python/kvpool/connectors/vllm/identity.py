@@ -624,11 +624,14 @@ def check_ranks(spec: KeyspaceSpec, vllm_config: Any) -> None:
 def keyspace_name(settings: VllmSettings, spec: KeyspaceSpec, info: KvCacheInfo) -> str:
     """Return the name that operators see.
 
-    With several KV cache groups the number of a group's first layer is appended; for recurrent state also a digest of
-    its arrangement, as only engines with the same one share it.
+    With several KV cache groups the number of a group's first layer is appended, and how many of vLLM's groups it has
+    if there are several; for recurrent state also a digest of its arrangement, as only engines with the same one share
+    it.
     """
     name = settings.keyspace_name or default_keyspace_name(spec)
-    first_layer = info.layer_numbers[0] if info.layer_numbers else 0
+    first_layer = str(info.layer_numbers[0] if info.layer_numbers else 0)
+    if len(info.members) > 1:
+        first_layer += f"x{len(info.members)}"
     if info.state:
         arranged = hashlib.blake2b(f"{spec.opaque} {spec.group}".encode(), digest_size=4).hexdigest()
         return f"{name}-state{first_layer}-{arranged}"

@@ -4,9 +4,10 @@ vLLM groups layers that keep the same tokens; each group is a keyspace of its ow
 with full attention need all chunks before a boundary, layers with a sliding window only those that the next token
 reads, and recurrent layers only the state after the boundary's last token: that state is their chunk.
 
-vLLM divides layers of one kind into several groups of equal size where other kinds have fewer layers. Here they are one
-group: a request of each would cost the engine's process more than all else. A chunk of such a group has one page for
-each of vLLM's groups, one after the other: to the pool they are as many consecutive chunks of a longer chain.
+vLLM divides layers of one kind into several groups where another kind has fewer layers. Groups with windows or
+recurrent state that have as many layers each, at the same places of memory, are one group here: each group costs the
+engine's process a lookup and a store of every request. A chunk of such a group has a page for each member. To
+the pool these are consecutive chunks of a longer chain.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from kvpool.client.engine_items import EngineMatchRun, EngineSource, MatchResult
 from kvpool.client.hashing import Prompt
 from kvpool.connectors.vllm.step_jobs import Blocks, block_id_array
-from kvpool.core.chunks import HASH_BYTES
+from kvpool.core.chunks import page_hashes
 from kvpool.core.errors import InvalidRequest
 
 _ASKS_GROW = 8  # so many times more states or windows are asked about in each round
@@ -94,16 +95,8 @@ def first_held_chunk(block_ids: Sequence[int], first_chunk: int, end_chunk: int,
 
 
 def page_chain(chain: Prompt, pages: int) -> Prompt:
-    """Return the pages of a chain's chunks as a chain of their own, in which chunk c is [c * pages, (c + 1) * pages).
-
-    The hash of a page differs from its chunk's in the first byte alone, for PAGES_MAX pages at most: as a hash of 128
-    bits says which prompt it is of, one of 120 bits does.
-    """
-    if pages == 1:
-        return chain
-    hashes = np.frombuffer(chain.packed, np.uint8).reshape(-1, 1, HASH_BYTES).repeat(pages, axis=1)
-    hashes[:, :, 0] ^= np.arange(pages, dtype=np.uint8)
-    return replace(chain, packed=hashes.tobytes())
+    """Return the chain of the pages of a chain's chunks. Those of chunk c are [c * pages, (c + 1) * pages)."""
+    return chain if pages == 1 else replace(chain, packed=page_hashes(chain.packed, pages))
 
 
 def match_of_chunks(match: MatchResult, left_out: int, pages: int) -> MatchResult:
@@ -231,6 +224,11 @@ class BoundarySearch:
     def found(self, group: int, first_chunk: int, match: MatchResult) -> None:
         """Add the result of one of `asks`."""
         self._matches[group].append((range(first_chunk, max(first_chunk, match.matched_chunks)), match))
+
+    @property
+    def limit(self) -> int:
+        """No boundary after this chunk is possible."""
+        return self._limit
 
     @property
     def boundary(self) -> int:

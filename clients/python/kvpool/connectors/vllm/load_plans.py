@@ -173,7 +173,7 @@ class LoadPlans:
     def begin(
         self, request_id: str, plan: LoadPlan, block_ids: Sequence[Sequence[int]], token_count: int
     ) -> list[LoadJob]:
-        """Start a plan for which the engine has blocks, and return its jobs, one for each group that needs one.
+        """Start a plan for which the engine has blocks, and return its jobs, of each group that needs one.
 
         block_ids: for each of vLLM's groups, all blocks of the request from token 0 on. raises: InvalidRequest if none
         can be loaded.
@@ -259,7 +259,7 @@ class LoadPlans:
         return counts
 
     def on_report(self, report: LoadReport) -> tuple[bytes, ...]:
-        """Process one worker's report of one group. Returns the hashes of chunks that could not be loaded."""
+        """Process one worker's report of one job. Returns the hashes of chunks that could not be loaded."""
         running = self._running.get(report.request_id)
         if running is None:
             return ()

@@ -175,13 +175,17 @@ class Lookups:
     async def _match(self, pools: Sequence[AsyncPool], chains: tuple[Prompt, ...], held_chunks: int) -> LookupResult:
         """Find the deepest boundary that all groups have. On the pool's event loop, within one match's time."""
         search, loop = BoundarySearch(self._groups, chains[0], held_chunks), asyncio.get_running_loop()
+        pages = [page_chain(chain, group.pages) for group, chain in zip(self._groups, chains, strict=True)]
         deadline_s = loop.time() + self._settings.match_timeout_s
         for _ in range(_ROUNDS_MAX):
             asks, left_s = search.asks(), deadline_s - loop.time()
             if not asks or left_s <= 0:
                 break
             matches = await asyncio.gather(
-                *(self._match_group(pools[group], group, chains[group], first, left_s) for group, first in asks)
+                *(
+                    self._match_group(pools[number], number, pages[number], first, search.limit, left_s)
+                    for number, first in asks
+                )
             )
             for (group, first), match in zip(asks, matches, strict=True):
                 if match.error is not None:
@@ -190,17 +194,19 @@ class Lookups:
         return LookupResult(chains, search.match, search.runs)
 
     async def _match_group(
-        self, pool: AsyncPool, number: int, chain: Prompt, first_chunk: int, timeout_s: float
+        self, pool: AsyncPool, number: int, chain: Prompt, first_chunk: int, end_chunk: int, timeout_s: float
     ) -> MatchResult:
-        """Match the chunks of one group from first_chunk on. Of recurrent layers one chunk counts."""
+        """Match chunks of one group from first_chunk on, up to end_chunk at least. Of recurrent layers one counts.
+        chain: of the chunks' pages."""
         group = self._groups[number]
         if group.recurrent:
-            chain = replace(chain, packed=chain.packed_hashes(0, first_chunk + 1))
+            end_chunk = first_chunk + 1
+            chain = replace(chain, packed=chain.packed_hashes(0, end_chunk * group.pages))
         if group.pages == 1:
             return await pool.match(chain, held_chunks=first_chunk, timeout_s=timeout_s)
-        pages, held = page_chain(chain, group.pages), first_chunk * group.pages
+        held = first_chunk * group.pages
         left_out = group_head_index(held)  # pages of the index's groups before the one of the first page
-        asked = replace(pages, packed=pages.packed_hashes(left_out, pages.chunk_count))
+        asked = replace(chain, packed=chain.packed_hashes(left_out, end_chunk * group.pages))
         match = await pool.match(asked, held_chunks=held - left_out, timeout_s=timeout_s)
         return match_of_chunks(match, left_out, group.pages)
 

@@ -140,7 +140,7 @@ class PoolEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """How the load of one group ended on one rank. cancelled: on request. duration_s: measured by the worker."""
+    """How one load job ended on one rank. cancelled: on request. duration_s: measured by the worker."""
 
     request_id: str
     result: LoadResult

@@ -56,11 +56,12 @@ class StorePlans:
         """Return a store, for all workers, of those of these chunks that the pool is not known to have.
 
         With a retention all of them are stored, as it applies to existing chunks too. Chunks with blocks that have left
-        the group's window are left out. Returns None if nothing remains. number: of the KV cache group. block_ids: of
-        each of its members.
+        the group's window, or without blocks, are left out. Returns None if nothing remains. number: of the KV cache
+        group. block_ids: of each of its members.
         """
         request_id, group = request.request_id, self._groups[number]
         first_chunk, end_chunk, blocks_per_chunk = chunks.start, chunks.stop, self._chunk_tokens // group.block_tokens
+        end_chunk = min(end_chunk, *(len(one) // blocks_per_chunk for one in block_ids))
         if group.window_tokens:
             first_chunk = max(first_held_chunk(one, first_chunk, end_chunk, blocks_per_chunk) for one in block_ids)
         first = first_chunk if retention else self._known.leading(chain.hashes[:end_chunk], first_chunk)

@@ -41,8 +41,9 @@ class _SwitchInterval:
         return self._holders > 0
 
     def shorten_until(self, future: Future[Any]) -> None:
-        """Shorten it until the future is done: for what a request waits for. A step that prepares work for the GPU
-        beside stores, for which none waits, is not interrupted, and requests that arrive together are in one step."""
+        """Shorten it until the future is done. For lookups and loads: requests wait for them. No request waits for a
+        store, so stores do not interrupt the engine's thread, and requests that arrive together are scheduled together.
+        """
         self.shorten()
         future.add_done_callback(lambda _: self.restore())
 

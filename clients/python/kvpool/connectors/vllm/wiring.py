@@ -254,7 +254,7 @@ def _engine_id(vllm_config: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _RankGroup:
-    """One KV cache group on one rank."""
+    """A KV cache group on one rank."""
 
     info: KvCacheInfo
     geometry: KeyspaceSpec
@@ -265,7 +265,7 @@ class _RankGroup:
     def for_worker(self) -> WorkerKvCacheGroup:
         return WorkerKvCacheGroup(
             block_tokens=self.info.block_tokens,
-            chunk_bytes=self.geometry.head_bytes * len(self.part.heads) * len(self.part.layers),
+            page_bytes=self.geometry.head_bytes * len(self.part.heads) * len(self.part.layers),
             step_events=self.memory.step_events,
             split=self.memory.split,
         )
@@ -328,7 +328,7 @@ class _NoConnection:
 def failing_worker(settings: VllmSettings, vllm_config: Any, kv_cache_config: Any) -> ConnectorWorker:
     """Return the worker side of a rank that cannot share: all its jobs fail at once."""
     block_tokens = vllm_config.cache_config.block_size
-    group = WorkerKvCacheGroup(block_tokens=block_tokens, chunk_bytes=0, step_events=StepEvents(None))
+    group = WorkerKvCacheGroup(block_tokens=block_tokens, page_bytes=0, step_events=StepEvents(None))
     return ConnectorWorker(
         settings,
         cast(AgentConnection, _NoConnection()),

@@ -43,7 +43,7 @@ _IDLE_WAIT_S = 0.002
 
 @dataclass(slots=True)
 class _Request:
-    """Loads of one request, one for each KV cache group."""
+    """Loads of one request, of all KV cache groups."""
 
     loads: list[_Load] = field(default_factory=list)  # that have not ended
     reports: list[LoadReport] = field(default_factory=list)
@@ -82,7 +82,7 @@ class ConnectorWorker:
         """loads_wait_for_gpu: whether loads wait for GPU work launched before, which may still write to their blocks.
         wait_when_idle: whether a step that computes nothing may wait a moment for a load to end, as no other rank waits
         for this one then."""
-        self._settings, self._connection, self._groups = settings, connection, cache.groups
+        self._settings, self._connection, self._cache, self._groups = settings, connection, cache, cache.groups
         self._all_or_nothing, self._generations = cache.all_or_nothing, cache.generations
         self._loads_wait_for_gpu, self._now_s = loads_wait_for_gpu, now_s
         self._announced = AnnouncedChunks(cache.generations) if cache.generations is not None else None
@@ -168,6 +168,8 @@ class ConnectorWorker:
         job, waited_s = load.job, self._now_s() - load.started_s
         if not job.hashes:
             raise InvalidRequest("nothing is known of this load")
+        if job.group >= len(self._groups):
+            raise InvalidRequest(f"this rank has no KV cache group {job.group}")
         if load.cancelled:
             raise Stopped("the load is no longer needed")
         pools, step_events = self._connection.pools, self._groups[job.group].step_events
@@ -353,13 +355,13 @@ class ConnectorWorker:
             error = result if isinstance(result, KvPoolError) else KvPoolError(str(result) or repr(result))
             failed = tuple(range(job.first_chunk, job.end_chunk))
             result = LoadResult(job.first_chunk, failed_chunks=failed, error=error)
-        end_chunk, group, request = result.end_chunk, self._groups[job.group], load.request
+        end_chunk, group, request = result.end_chunk, self._cache.group(job.group), load.request
         report = LoadReport(
             request_id=job.request_id,
             group=job.group,
             result=result,
             duration_s=duration_s,
-            size_bytes=(end_chunk - job.first_chunk) * group.chunk_bytes,
+            size_bytes=(end_chunk - job.first_chunk) * group.page_bytes,
             cancelled=load.cancelled,
         )
         request.reports.append(report)

@@ -28,23 +28,26 @@ _STORES_MAX = 16  # of a group at once: an agent takes 64 loads and stores of a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerKvCacheGroup:
-    """One of vLLM's KV cache groups on one rank.
+    """A KV cache group on one rank.
 
-    chunk_bytes: bytes of a chunk on this rank. step_events: events of this group's session. split: number of blocks of
-    the tensors in one of vLLM's.
+    page_bytes: of a page on this rank: of a chunk, unless chunks have several. step_events: events of this group's
+    session. split: number of blocks of the tensors in one of vLLM's.
     """
 
     block_tokens: int
-    chunk_bytes: int
+    page_bytes: int
     step_events: StepEvents
     split: int = 1
+
+
+_NO_GROUP = WorkerKvCacheGroup(block_tokens=1, page_bytes=0, step_events=StepEvents(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerKvCache:
     """The KV cache of one rank.
 
-    groups: in vLLM's order, as the pools of a connection. load_only: another rank stores the same heads.
+    groups: as the pools of a connection. load_only: another rank stores the same heads.
     all_or_nothing: the engine can resume only from the end of a load, not from its middle. generations: of the blocks
     of the only group, if other engines may copy them.
     """
@@ -53,6 +56,10 @@ class WorkerKvCache:
     load_only: bool = False
     all_or_nothing: bool = False
     generations: BlockGenerations | None = None
+
+    def group(self, number: int) -> WorkerKvCacheGroup:
+        """Return a group; one without pages if there is none, for a job that fails."""
+        return self.groups[number] if number < len(self.groups) else _NO_GROUP
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,6 +127,8 @@ class WorkerStores:
         chunks = job.end_chunk - job.first_chunk
         if self._cache.load_only:  # another rank stores the same heads
             self._end(store, _Outcome())
+        elif job.group >= len(self._groups):
+            self._end(store, _Outcome(failed=chunks, failures={f"this rank has no KV cache group {job.group}"}))
         elif not self._connection.pools:
             self._end(store, _Outcome(failed=chunks, failures={str(unreachable())}))
         elif invalid_blocks and not invalid_blocks.isdisjoint(job.block_ids.tolist()):
@@ -142,7 +151,7 @@ class WorkerStores:
             if step_event is None:
                 break
             begun.append((self._waiting.popleft(), step_event))
-        # Those of a step together: the event loop sends them in one message of each session.
+        # Started together, they go to the agent in one message of each session.
         for trace, of_trace in groupby(begun, lambda one: one[0].job.trace):
             stores = list(of_trace)
             try:
@@ -216,7 +225,7 @@ class WorkerStores:
                 raise unreachable()
             pool = pools[job.group]
             prompt, blocks = prompt_of_job(job, self._settings.chunk_tokens), block_table(job.block_ids, group.split)
-            limit = self._window_chunks(pool, group.chunk_bytes)
+            limit = self._window_chunks(pool, group.page_bytes)
             starts = range(job.first_chunk, job.end_chunk, limit)
             left = len(starts)
 
@@ -232,7 +241,7 @@ class WorkerStores:
                 store.released = not left
 
             async def window(chunks: range) -> None:
-                async with places.acquire(0), self._bytes.acquire(len(chunks) * group.chunk_bytes):
+                async with places.acquire(0), self._bytes.acquire(len(chunks) * group.page_bytes):
                     if not store.still_valid:
                         outcome.skipped += len(chunks)
                         note_released()
@@ -270,9 +279,9 @@ class WorkerStores:
     def _events_of(self, store: _Store) -> StepEvents:
         return self._groups[store.job.group].step_events
 
-    def _window_chunks(self, pool: AsyncPool, chunk_bytes: int) -> int:
+    def _window_chunks(self, pool: AsyncPool, page_bytes: int) -> int:
         """Return the chunks of one request to the agent: few enough to copy one window while the next is prepared."""
-        fitting = self._settings.store_bytes_in_flight_max // 2 // max(1, chunk_bytes)
+        fitting = self._settings.store_bytes_in_flight_max // 2 // max(1, page_bytes)
         return max(1, min(fitting, pool.session.max_request_chunks or fitting))
 
     def _all_ended(self, stores: Sequence[tuple[_Store, StepEvent]], future: Future[None]) -> None:
@@ -312,7 +321,7 @@ class WorkerStores:
                 failed_chunks=outcome.failed,
                 skipped_chunks=outcome.skipped,
                 duration_s=(store.ended_s or store.started_s) - store.started_s,
-                size_bytes=outcome.stored * self._groups[store.job.group].chunk_bytes,
+                size_bytes=outcome.stored * self._cache.group(store.job.group).page_bytes,
                 failure="; ".join(sorted(outcome.failures)),
             )
         )
