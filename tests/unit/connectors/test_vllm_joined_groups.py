@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvpool.client.engine_items import EngineMatchRun, EngineSource, LoadResult, MatchResult
 from kvpool.client.hashing import Prompt
-from kvpool.connectors.vllm.identity import KvCacheInfo, _joined
+from kvpool.connectors.vllm.identity import KvCacheInfo
+from kvpool.connectors.vllm.joined_groups import join_groups
 from kvpool.connectors.vllm.kv_groups import KvCache, KvCacheGroup, match_of_chunks, page_chain
 from kvpool.connectors.vllm.step_jobs import LoadJob, LoadReport, StoreJob
 from kvpool.core.chunks import group_head_index
@@ -295,8 +296,8 @@ def caches(*offsets: int, older: bool = False) -> Any:
 def test_equal_groups_at_equal_places_are_joined(
     infos: list[KvCacheInfo], config: Any, members: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.connectors.vllm.identity._by_number", sorted)
-    joined = _joined(infos, config)
+    monkeypatch.setattr("kvpool.connectors.vllm.joined_groups._by_number", sorted)
+    joined = join_groups(infos, config)
     assert [one.members for one in joined] == members
     for one in joined:
         assert one.layer_numbers == tuple(number for member in one.members for number in infos[member].layer_numbers)
