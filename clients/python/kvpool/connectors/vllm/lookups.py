@@ -175,12 +175,14 @@ class Lookups:
     async def _match(self, pools: Sequence[AsyncPool], chains: tuple[Prompt, ...], held_chunks: int) -> LookupResult:
         """Find the deepest boundary that all groups have. On the pool's event loop, within one match's time."""
         search, loop = BoundarySearch(self._groups, chains[0], held_chunks), asyncio.get_running_loop()
-        pages = [page_chain(chain, group.pages) for group, chain in zip(self._groups, chains, strict=True)]
+        pages: dict[int, Prompt] = {}  # by group; most prompts that the pool lacks ask about one
         deadline_s = loop.time() + self._settings.match_timeout_s
         for _ in range(_ROUNDS_MAX):
             asks, left_s = search.asks(), deadline_s - loop.time()
             if not asks or left_s <= 0:
                 break
+            for number in {number for number, _ in asks} - pages.keys():
+                pages[number] = page_chain(chains[number], self._groups[number].pages)
             matches = await asyncio.gather(
                 *(
                     self._match_group(pools[number], number, pages[number], first, search.limit, left_s)

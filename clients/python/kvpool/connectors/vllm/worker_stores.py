@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpool.client.block_generations import BlockGenerations
 from kvpool.client.engine_items import StoreResult
@@ -22,6 +22,8 @@ from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.step_events import StepEvent, StepEvents
 from kvpool.connectors.vllm.step_jobs import StepJobs, StoreJob, StoreReport, block_table, prompt_of_job
 from kvpool.core.errors import KvPoolError
+
+ResultT = TypeVar("ResultT")
 
 _STORES_MAX = 16  # of a group at once: an agent takes 64 loads and stores of a session
 
@@ -209,10 +211,7 @@ class WorkerStores:
         """Run stores on the pool's event loop."""
 
         async def run(store: _Store, step_event: StepEvent) -> None:
-            try:
-                self._ended_soon(store, await self._store(store, step_event))
-            except (Exception, asyncio.CancelledError) as error:
-                self._ended_soon(store, error)
+            self._ended_soon(store, await _result_of(self._store(store, step_event)))
 
         await asyncio.gather(*(run(*one) for one in stores))
 
@@ -265,7 +264,7 @@ class WorkerStores:
             windows = [range(start, min(start + limit, job.end_chunk)) for start in starts]
             ends: list[BaseException | None]
             if len(windows) == 1:  # mostly there is one, which needs no task of its own
-                ends = [await _error_of(window(windows[0]))]
+                ends = [await _result_of(window(windows[0]))]
             else:
                 ends = await asyncio.gather(*map(window, windows), return_exceptions=True)
             for chunks, end in zip(windows, ends, strict=True):
@@ -327,13 +326,12 @@ class WorkerStores:
         )
 
 
-async def _error_of(window: Coroutine[Any, Any, None]) -> BaseException | None:
-    """Return the error that a window has ended in."""
+async def _result_of(work: Coroutine[Any, Any, ResultT]) -> ResultT | BaseException:
+    """Return what the work returns, or the error that it has ended in."""
     try:
-        await window
+        return await work
     except (Exception, asyncio.CancelledError) as error:
         return error
-    return None
 
 
 def _add(outcome: _Outcome, result: StoreResult) -> None:
