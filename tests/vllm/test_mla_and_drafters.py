@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cli_cluster import Cluster
-from tests.vllm.engine import CHUNK, Engine, Engines, agent_of, prompt
+from tests.vllm.engine import CHUNK, DEVICE, Engine, Engines, agent_of, prompt
 from tests.vllm.models import make_eagle3_drafter, make_eagle_drafter, make_mla_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -62,6 +62,8 @@ def served(
     kind, agent = KINDS[request.param], agent_of(cluster)
     model = make_mla_model(tmp_path_factory.mktemp("mla")) if kind.mla else model_dir
     arguments: dict[str, Any] = {"model": str(model), "block_size": kind.block, **kind.arguments}
+    if kind.mla and DEVICE == "cuda":
+        arguments["dtype"] = "float16"  # in float32 vLLM has kernels of latent attention for CPUs alone
     if kind.method:
         speculation: dict[str, Any] = {"method": kind.method, "num_speculative_tokens": DRAFTS}
         if kind.make_drafter is not None:

@@ -63,7 +63,10 @@ KINDS = {
     "full attention": Kind(make_model),
     "some layers with a window": Kind(make_windowed_model, edges=(WINDOW, 64 + WINDOW)),
     "attention sinks": Kind(make_sinks_model, edges=(WINDOW, 64 + WINDOW)),
-    "latent attention": Kind(make_mla_model, block=16, chunk_blocks=4),
+    # In float32 vLLM has kernels of latent attention for CPUs alone.
+    "latent attention": Kind(
+        make_mla_model, block=16, chunk_blocks=4, dtype="float16" if DEVICE == "cuda" else "float32"
+    ),
     "mamba 2": Kind(make_mamba_model, block=128, chunk_blocks=1, recurrent=True),
     "delta net": Kind(make_delta_net_model, block=256, chunk_blocks=1, dtype="bfloat16", recurrent=True),
 }
