@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool.client.hashing import Prompt
-from kvpool.connectors.vllm.request_chain import Request, final_tokens
+from kvpool.connectors.vllm.request_chain import Request, final_tokens, scheduled_among
 from kvpool.connectors.vllm.step_jobs import AnnounceJob, block_id_array
 
 ChainAndBlocks = tuple[Prompt, Sequence[int]]
-ChainLookup = Callable[[str], ChainAndBlocks | None]
+ChainLookup = Callable[[str, int], ChainAndBlocks | None]
+"""Gets a request and the end of the chunks that are asked for. Returns its chain, of at least those that there are, and
+its blocks from token 0 on; None if it is not shared."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class Announcements:
             self._unannounced.add(request_id)
 
     def finished(self, request_id: str, lookup: ChainLookup) -> None:
-        """Announce what is left of a finished request with the next step. lookup: see `take`."""
+        """Announce what is left of a finished request with the next step."""
         announced = self._requests.get(request_id)
         if announced is not None:
             self._note_ended_step(announced)
@@ -81,16 +83,13 @@ class Announcements:
         self._requests.pop(request_id, None)
         self._unannounced.discard(request_id)
 
-    def take(self, scheduled: Iterable[str], lookup: Callable[[str], ChainAndBlocks | None]) -> list[AnnounceJob]:
-        """Return the announcements of a step that schedules these requests.
-
-        lookup: returns a request's chain and its blocks from token 0 on; None if it is not shared.
-        """
+    def take(self, scheduled: Iterable[str], lookup: ChainLookup) -> list[AnnounceJob]:
+        """Return the announcements of a step that schedules these requests."""
         jobs, self._jobs = self._jobs, []
         if self._volatile_tokens:
             for announced in filter(None, map(self._requests.get, scheduled)):
                 self._note_ended_step(announced)
-        for request_id in [one for one in scheduled if one in self._unannounced]:
+        for request_id in scheduled_among(scheduled, self._unannounced):
             announced = self._requests[request_id]
             prompt_tokens = announced.request.num_prompt_tokens
             end_tokens = min(self._settled_tokens(announced), self._new_from.get(request_id, prompt_tokens))
@@ -102,7 +101,7 @@ class Announcements:
 
     def _announce(self, jobs: list[AnnounceJob], announced: _Announced, end_tokens: int, lookup: ChainLookup) -> None:
         first_chunk, end_chunk = announced.chunks, self._end_chunk(end_tokens)
-        known = lookup(announced.request.request_id) if end_chunk > first_chunk else None
+        known = lookup(announced.request.request_id, end_chunk) if end_chunk > first_chunk else None
         if known is None:
             return
         chain, block_ids = known

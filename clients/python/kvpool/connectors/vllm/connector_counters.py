@@ -64,7 +64,12 @@ class ConnectorCounters:
 
     def take(self) -> dict[str, int | float]:
         """Return the counters that are not zero, by name, and reset them."""
+        if self == _ZERO:  # as after most steps
+            return {}
         taken = {field.name: value for field in fields(self) if (value := getattr(self, field.name))}
         for field in fields(self):
             setattr(self, field.name, field.default)
         return taken
+
+
+_ZERO = ConnectorCounters()

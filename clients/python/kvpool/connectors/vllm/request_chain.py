@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,6 +58,12 @@ def trace_of(request: Request) -> TraceParent | None:
 def final_tokens(request: Request) -> int:
     """Return the number of leading tokens whose KV has been computed and whose ids are final."""
     return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+
+
+def scheduled_among(scheduled: Iterable[str], wanted: Collection[str]) -> list[str]:
+    """Return those of the scheduled requests that are wanted, in their order. In most steps none is wanted, and no time
+    is spent on each."""
+    return [request_id for request_id in scheduled if request_id in wanted] if wanted else []
 
 
 def request_chains(

@@ -26,7 +26,7 @@ from kvpool.connectors.vllm.load_plans import LoadPlan, LoadPlans
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.lookups import Lookup, Lookups
 from kvpool.connectors.vllm.lora_identities import LoraIdentities
-from kvpool.connectors.vllm.request_chain import Request, final_tokens, request_chains, trace_of
+from kvpool.connectors.vllm.request_chain import Request, final_tokens, request_chains, scheduled_among, trace_of
 from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.connectors.vllm.settings import LOAD_NEVER, STORE_NEVER, STORE_PREFILL, VllmSettings
 from kvpool.connectors.vllm.step_jobs import (
@@ -284,14 +284,14 @@ class ConnectorScheduler:
         computes = bool(scheduled or self._computing)
         self._computing = set(scheduled)
         self._follow_weights()
-        self._unconfirmed.step(scheduled)
-        confirmed = {one: count for one, count in scheduled.items() if one not in self._unconfirmed}
+        confirmed, token_count = self._unconfirmed.step(scheduled), sum(scheduled.values())
         waits_for_layers = self._settings.layerwise and bool(self._jobs)
-        prefill_tokens = 0 if waits_for_layers else self._prefill_tokens(scheduled)
+        decodes = token_count == len(scheduled)
+        prefill_tokens = 0 if waits_for_layers or decodes else self._prefill_tokens(scheduled)
         written = [*self._new_blocks, *new_blocks] if self._knows_new_blocks else None
         self._knows_new_blocks = True
         jobs = StepJobs(
-            step=self._steps.begin(prefill_tokens, sum(scheduled.values())),
+            step=self._steps.begin(prefill_tokens, token_count),
             loads=self._jobs,
             cancel=self._cancel,
             stores=self._stores,
@@ -313,16 +313,16 @@ class ConnectorScheduler:
         # A window's blocks are gone when the request ends: its chunks are stored as they are computed in any case.
         groups = self._computed if self._settings.store == STORE_PREFILL else self._windows
         if groups and self._settings.store != STORE_NEVER:
-            for request_id in [one for one in confirmed if one in self._prefilling]:
-                state, token_count = self._states[request_id], confirmed[request_id]
-                computed = min(state.request.num_computed_tokens + token_count, state.request.num_prompt_tokens)
+            for request_id in scheduled_among(confirmed, self._prefilling):
+                state, request = self._states[request_id], self._states[request_id].request
+                computed = min(request.num_computed_tokens + confirmed[request_id], request.num_prompt_tokens)
                 self._store(jobs.stores, state, computed, block_ids_of, groups)
-                end_chunk = self._lasting_chunks(state.request.num_prompt_tokens)
+                end_chunk = self._lasting_chunks(request.num_prompt_tokens)
                 if all(state.stored_chunks[number] >= end_chunk for number in groups):
                     self._prefilling.discard(request_id)
                     if self._windows and self._settings.store_generated:
                         self._generating.add(request_id)
-            for request_id in [one for one in confirmed if one in self._generating]:
+            for request_id in scheduled_among(confirmed, self._generating):
                 state = self._states[request_id]
                 self._store(jobs.stores, state, final_tokens(state.request), block_ids_of, self._windows)
         for request_id, kept in checkpoints.items():
@@ -349,7 +349,7 @@ class ConnectorScheduler:
             return False  # the engine holds the blocks until the load, of whichever connector, has ended
         if self._announcements is not None:
             self._announcements.finished(
-                request.request_id, lambda one: self._announced_chain(lambda _: block_ids, one, state)
+                request.request_id, partial(self._announced_chain, lambda _: block_ids, state=state)
             )
         if status in _STORABLE:
             computed = final_tokens(request)
@@ -464,9 +464,11 @@ class ConnectorScheduler:
 
         return lambda: request_chains(request, adapter, keys, chunk_tokens, known, epoch)
 
-    def _chains_of(self, state: _State, pools: Sequence[AsyncPool]) -> tuple[Prompt, ...]:
+    def _chains_of(self, state: _State, pools: Sequence[AsyncPool], chunk_count: int) -> tuple[Prompt, ...]:
+        """Return chains of at least so many chunks, or of all that the request has."""
         state.chains = state.chains or state.lookup.chains
-        state.chains = self._hashing(state, pools)()
+        if not state.chains or state.chains[0].chunk_count < chunk_count:
+            state.chains = self._hashing(state, pools)()
         return state.chains
 
     def _prefill_tokens(self, scheduled: Mapping[str, int]) -> int:
@@ -500,7 +502,7 @@ class ConnectorScheduler:
                 return
             begun = state.stored_chunks.copy()
             state.stored_chunks.update({number: end_chunk - begun[number] for number in lacking})
-            chains = self._chains_of(state, pools)
+            chains = self._chains_of(state, pools, end_chunk)
             for number in lacking:
                 # vLLM may use blocks again that have left the window: a store of its own for what stays.
                 split = self._groups[number].first_chunk(computed_tokens, self._settings.chunk_tokens)
@@ -517,14 +519,15 @@ class ConnectorScheduler:
                 _log.exception("kvpool: a store could not be ordered%s", self._log_rate.suppressed("store"))
 
     def _announced_chain(
-        self, block_ids_of: BlockIdsOf, request_id: str, state: _State | None = None
+        self, block_ids_of: BlockIdsOf, request_id: str, end_chunk: int, state: _State | None = None
     ) -> ChainAndBlocks | None:
-        """Return the chain and blocks of a request whose chunks may be announced. state: of one that has ended."""
+        """Return the chain and blocks of a request whose chunks before end_chunk may be announced. state: of one that
+        has ended."""
         state = state or self._states[request_id]
         pools = self._connection.pools if state.options.store else ()
         try:
             block_ids = block_ids_of(request_id) if pools and self._is_shareable(state) else None
-            return (self._chains_of(state, pools)[0], block_ids[0]) if block_ids is not None else None
+            return (self._chains_of(state, pools, end_chunk)[0], block_ids[0]) if block_ids is not None else None
         except Exception:  # of one request: the other jobs of the step have to go out
             if self._log_rate.due("announce"):
                 _log.exception("kvpool: chunks were not announced%s", self._log_rate.suppressed("announce"))
@@ -554,7 +557,8 @@ class ConnectorScheduler:
         try:
             if not self._is_shareable(state):
                 return
-            chain, chunk = self._chains_of(state, pools)[group], end_tokens // chunk_tokens - 1
+            chunk = end_tokens // chunk_tokens - 1
+            chain = self._chains_of(state, pools, chunk + 1)[group]
             if chunk < chain.chunk_count:
                 tables = [[NULL_BLOCK_ID] * chunk + [block] for block in blocks]
                 job = self._store_plans.plan(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvpool.connectors.vllm.request_chain import Request, final_tokens
+from kvpool.connectors.vllm.request_chain import Request, final_tokens, scheduled_among
 
 
 @dataclass(slots=True)
@@ -51,13 +51,16 @@ class UnconfirmedLoads:
         admitted = self._admitted.pop(request.request_id, None)
         return admitted is not None and not admitted.confirmed
 
-    def step(self, scheduled: Iterable[str]) -> None:
-        """Confirm those of the scheduled requests for which nothing is loaded, or everything has come in.
+    def step(self, scheduled: Mapping[str, int]) -> Mapping[str, int]:
+        """Confirm those of the scheduled requests for which nothing is loaded, or everything has come in. Returns all
+        that are confirmed.
 
         Beside a load in the step itself other requests may have found its blocks in vLLM's cache.
         """
+        if not self._admitted:
+            return scheduled
         loading = False
-        for request_id in [one for one in scheduled if one in self._admitted]:
+        for request_id in scheduled_among(scheduled, self._admitted):
             admitted = self._admitted[request_id]
             if admitted.counted_tokens is None:
                 counted = admitted.counted_tokens = admitted.request.num_computed_tokens
@@ -67,3 +70,4 @@ class UnconfirmedLoads:
                 confirmed = admitted.confirmed
             if confirmed:
                 del self._admitted[request_id]
+        return {one: count for one, count in scheduled.items() if one not in self._admitted}

@@ -135,7 +135,8 @@ class ConnectorWorker:
             for job in jobs.announce:
                 self._announced.add(job.hashes, block_table(job.block_ids, split))
             if not any_block and jobs.written is not None:
-                self._generations.raise_blocks(block_table(jobs.written, split))
+                if len(jobs.written):
+                    self._generations.raise_blocks(block_table(jobs.written, split))
                 ended = True
         finally:
             if not ended:
@@ -240,7 +241,8 @@ class ConnectorWorker:
         `wait_when_idle`."""
         if self._wait_when_idle and self._requests and not self._done and not self._engine_computes:
             self._ended.wait(_IDLE_WAIT_S)
-        self._ended.clear()
+        if self._ended.is_set():
+            self._ended.clear()
         self._run_done()
         received, self._received = self._received, set()
         return received
