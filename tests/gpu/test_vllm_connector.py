@@ -119,9 +119,11 @@ def test_what_one_rank_stored_two_ranks_of_another_engine_load(worker: Engines, 
     # Other ranks know only from the index in which shards a chunk was stored, and it hears of that a moment later.
     seed = stores(worker, whole, 3)
     for half in halves:
-        eventually_sync(
-            lambda half=half, seed=seed: loads(worker, half, seed=seed, chunks=3, at=2)["loaded"] == 3, RECOVERY_S
-        )
+
+        def loaded(half: str = half, seed: int = seed) -> bool:
+            return bool(loads(worker, half, seed=seed, chunks=3, at=2)["loaded"] == 3)
+
+        eventually_sync(loaded, RECOVERY_S)
         assert worker.child.ask("holds", rank=half, seed=seed, chunks=3, at=2) == {"loaded": True, "beside": True}
     seed = worker.seed()
     for half in halves:
