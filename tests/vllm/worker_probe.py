@@ -28,7 +28,8 @@ class WorkerProbe:
 
     def watch_drafts(self) -> None:
         """Note from now on what the drafter proposes."""
-        drafter = self.model_runner.drafter
+        runner = self.model_runner
+        drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator  # model runner V2's name
         propose = drafter.propose
         self._drafts: list[list[list[int]]] = []
 
