@@ -6,8 +6,10 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,19 +20,39 @@ from kvpool_cli.cluster import socket_dir
 from tests.e2e.cli_cluster import Cluster
 from tests.vllm.engine import CHUNK, Engine, Engines, agent_of, prompt
 from tests.vllm.faults import pid_of
+from tests.vllm.models import make_mamba_model, make_model, make_windowed_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 RECOVERY_S = 100.0
 ROUNDS = 2
-# Of one engine's cache, so that requests wait for each other and are preempted too.
-TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 80, "max_model_len": 2048}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """blocks: of one engine's cache, so few that requests wait for each other and are preempted too."""
+
+    make: Callable[[Path], Path]
+    blocks: int
+    block: int = 32
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"num_gpu_blocks_override": self.blocks, "block_size": self.block, "max_model_len": 2048}
+
+
+KINDS = {
+    "one group": Kind(make_model, 80),
+    "windows": Kind(make_windowed_model, 200),
+    "states": Kind(make_mamba_model, 60, block=CHUNK),
+}
 
 
 class Fleet:
-    """Two engines that share, and the prompts that they serve."""
+    """Two engines that share, plain vLLM, and the prompts that they serve."""
 
-    def __init__(self, stack: ExitStack, engines: Engines, cluster: Cluster, alone: Engine) -> None:
-        self._stack, self._engines, self._cluster, self._alone = stack, engines, cluster, alone
+    def __init__(self, stack: ExitStack, kind: Kind, engines: Engines, cluster: Cluster) -> None:
+        self._stack, self._kind, self._engines, self._cluster = stack, kind, engines, cluster
+        self._alone = stack.enter_context(engines.start(enable_prefix_caching=False, **kind.arguments))
         self._members = [self._start(), self._start()]
         self._expected: dict[tuple[int, ...], list[int]] = {}
         self._numbers = itertools.count(1000)
@@ -69,15 +91,20 @@ class Fleet:
         return second.generate(tokens).cached == [2 * CHUNK]
 
     def _start(self) -> Engine:
-        engine = self._engines.start(agent=agent_of(self._cluster), as_shipped=True, extra={"load": "always"}, **TIGHT)
+        always: dict[str, Any] = {"as_shipped": True, "extra": {"load": "always", "chunk_tokens": CHUNK}}
+        caching = {"enable_prefix_caching": True}  # by default vLLM does not for models with states
+        engine = self._engines.start(agent=agent_of(self._cluster), **always, **caching, **self._kind.arguments)
         return self._stack.enter_context(engine)
 
 
-@pytest.fixture(scope="module")
-def fleet(engines: Engines, cluster: Cluster, alone: Engine) -> Iterator[Fleet]:
+@pytest.fixture(scope="module", params=list(KINDS))
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cluster: Cluster
+) -> Iterator[Fleet]:
     """Ends all engines that it has started."""
-    with ExitStack() as stack:
-        yield Fleet(stack, engines, cluster, alone)
+    kind = KINDS[request.param]
+    with Engines(kind.make(tmp_path_factory.mktemp("model"))) as engines, ExitStack() as stack:
+        yield Fleet(stack, kind, engines, cluster)
 
 
 def flush(cluster: Cluster) -> None:
