@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from kvpool.core import page
-from kvpool.core.chunks import EXTRA_LORA, EXTRA_SALT, ROOT_HASH, Extra, chunk_hashes, multimodal_extra
+from kvpool.core.chunks import EXTRA_LORA, EXTRA_SALT, ROOT_HASH, Extra, chunk_hashes, multimodal_extra, page_hashes
 from kvpool.core.codecs import decode_rows, encode_rows
+from kvpool.core.geometry import AttentionKind
 from kvpool.core.keyspace import (
     PUBLISHED_TENANT_SECRET,
     Codec,
@@ -38,6 +39,12 @@ SPECS = {
     "quantized pages, salt, names outside of ASCII": (
         "Zürich",
         KeyspaceSpec("modèle", "版本", LLAMA_8B, Dtype.FP16, Codec.INT8_GROUP8, chunk_tokens=512, salt=b"\x00salt\xff"),
+    ),
+    "five groups with a window, as one": (
+        "default",
+        KeyspaceSpec(
+            "gemma", "main-layer0x5", (KvGroup(8, 8, 256, AttentionKind.SLIDING_WINDOW, 1024, pages=5),), Dtype.BF16
+        ),
     ),
     "opaque": (
         "default",
@@ -151,6 +158,14 @@ def codec_vectors() -> list[dict[str, Any]]:
     return vectors
 
 
+def page_hash_vectors() -> list[dict[str, Any]]:
+    hashes = bytes(range(32))
+    return [
+        {"pages": pages, "chunk_hashes": hashes.hex(), "page_hashes": page_hashes(hashes, pages).hex()}
+        for pages in (1, 2, 9)
+    ]
+
+
 def write(name: str, about: str, vectors: list[dict[str, Any]]) -> None:
     text = json.dumps({"about": about, "vectors": vectors}, indent=1, ensure_ascii=True)
     (HERE / name).write_text(text + "\n")
@@ -167,6 +182,11 @@ if __name__ == "__main__":
         "chunk_hash_vectors.json",
         "Hashes of the full chunks of tokens. Bytes are in hex; extras has an unsorted list of records per full chunk.",
         chunk_hash_vectors(),
+    )
+    write(
+        "page_hash_vectors.json",
+        "Hashes of the pages of two chunks, one chunk's after the other's. Bytes are in hex.",
+        page_hash_vectors(),
     )
     write(
         "page_header_vectors.json",

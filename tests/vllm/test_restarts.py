@@ -91,9 +91,13 @@ class Fleet:
         return second.generate(tokens).cached == [2 * CHUNK]
 
     def _start(self) -> Engine:
-        always: dict[str, Any] = {"as_shipped": True, "extra": {"load": "always", "chunk_tokens": CHUNK}}
-        caching = {"enable_prefix_caching": True}  # by default vLLM does not for models with states
-        engine = self._engines.start(agent=agent_of(self._cluster), **always, **caching, **self._kind.arguments)
+        engine = self._engines.start(
+            agent=agent_of(self._cluster),
+            as_shipped=True,
+            extra={"load": "always"},
+            enable_prefix_caching=True,  # by default vLLM has none for models with states
+            **self._kind.arguments,
+        )
         return self._stack.enter_context(engine)
 
 

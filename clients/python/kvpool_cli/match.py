@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from kvpool.core.chunks import chunk_runs
 from kvpool.core.cluster import Location, MatchRun, NodeInfo
 from kvpool.core.coverage import Coverage
 from kvpool.core.outcome import Tier
@@ -18,6 +19,8 @@ from kvpool_cli.options import Keyspace
 from kvpool_cli.output import print_json, show, stack, table
 from kvpool_cli.prompts import TokenSource
 from kvpool_cli.targets import Target, find_target, open_index, run
+
+TierAndNodes = tuple[Tier, tuple[NodeInfo, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +69,15 @@ async def look_up(target: Target, keyspace_name: str, tokens: Sequence[int]) -> 
     async with open_index(target) as index:
         chain = await possibly_empty_chain_of(index, keyspace_name, tokens)
         whole = Coverage.of(chain.opened.grid, 0)
-        runs: list[FoundRun] = []
-        end_chunk = 0
-        async for page, answer in matches(index, chain):
-            for found in answer.runs:
-                first_chunk, page = end_chunk, page + found.chunk_count
-                end_chunk = page // chain.pages
-                if end_chunk > first_chunk:
-                    runs.append(_run(range(first_chunk, end_chunk), found, answer.nodes, whole))
+        of_pages = [
+            (found.chunk_count, _tier_and_nodes(found, answer.nodes, whole))
+            async for _, answer in matches(index, chain)
+            for found in answer.runs
+        ]
+    runs, first_chunk = list[FoundRun](), 0
+    for count, (tier, nodes) in chunk_runs(of_pages, chain.pages, lambda one, later: max(later, one, key=_tier)):
+        runs.append(FoundRun(first_chunk=first_chunk, chunk_count=count, tier=tier, nodes=nodes))
+        first_chunk += count
     return Found(
         keyspace=chain.named.name,
         token_count=len(tokens),
@@ -83,15 +87,14 @@ async def look_up(target: Target, keyspace_name: str, tokens: Sequence[int]) -> 
     )
 
 
-def _run(chunks: range, found: MatchRun, nodes: dict[bytes, NodeInfo], whole: Coverage) -> FoundRun:
+def _tier_and_nodes(found: MatchRun, nodes: dict[bytes, NodeInfo], whole: Coverage) -> TierAndNodes:
     tier = best_tier(found.locations, whole)
     ids = dict.fromkeys(location.node_id for location in found.locations if location.tier <= tier)
-    return FoundRun(
-        first_chunk=chunks.start,
-        chunk_count=len(chunks),
-        tier=tier,
-        nodes=tuple(nodes[node_id] for node_id in ids if node_id in nodes),
-    )
+    return tier, tuple(nodes[node_id] for node_id in ids if node_id in nodes)
+
+
+def _tier(found: TierAndNodes) -> Tier:
+    return found[0]
 
 
 def best_tier(locations: Sequence[Location], whole: Coverage) -> Tier:

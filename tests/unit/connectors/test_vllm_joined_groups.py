@@ -219,6 +219,7 @@ def test_pages_have_hashes_of_their_own() -> None:
     assert pages.chunk_count == len(set(pages.hashes)) == 36
     assert pages.hashes[::9] == chain.hashes
     assert page_chain(chain, 1) is chain
+    assert len({one[:8] for one in pages.hashes}) == len({one[8:] for one in pages.hashes}) == 36
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,24 @@ def test_runs_of_pages_as_runs_of_chunks(pages: int, runs: list[int], chunks: li
     result = match_of_chunks(MatchResult(2 + sum(runs), runs=tuple(ends)), 16, pages)
     assert result.matched_chunks == matched
     assert [run.chunk_count for run in result.runs] == chunks
+
+
+def test_a_chunk_is_as_far_as_its_farthest_page() -> None:
+    sources = [
+        (2, EngineSource.DISK),
+        (5, EngineSource.STAGING),
+        (1, EngineSource.REMOTE),
+        (3, EngineSource.GPU),
+        (2, EngineSource.DISK),
+    ]
+    runs = tuple(EngineMatchRun(count, source, 1.0) for count, source in sources)
+    found = match_of_chunks(MatchResult(13, runs=runs), 0, 3)
+    assert [(run.chunk_count, run.source) for run in found.runs] == [
+        (1, EngineSource.DISK),
+        (1, EngineSource.STAGING),
+        (1, EngineSource.REMOTE),
+        (1, EngineSource.DISK),
+    ]
 
 
 def test_each_group_of_vllm_is_in_one_group() -> None:

@@ -13,8 +13,10 @@ from kvpool.core.chunks import (
     ROOT_HASH,
     Extra,
     chunk_hashes,
+    chunk_runs,
     group_head_index,
     multimodal_extra,
+    page_hashes,
 )
 from kvpool.core.errors import InvalidRequest
 from tests.unit.core.vectors import load_vectors
@@ -39,6 +41,35 @@ def hashes_by_hand(
         parent = hasher.digest()[:16]
         hashes.append(parent)
     return hashes
+
+
+@pytest.mark.parametrize("vector", load_vectors("page_hash_vectors.json"), ids=lambda vector: str(vector["pages"]))
+def test_hashes_of_pages(vector: dict[str, Any]) -> None:
+    chunks = [bytes.fromhex(vector["chunk_hashes"])[at : at + 16] for at in (0, 16)]
+    by_hand = [
+        bytes([one[0] ^ page]) + one[1:-1] + bytes([one[-1] ^ page])
+        for one in chunks
+        for page in range(vector["pages"])
+    ]
+    assert page_hashes(b"".join(chunks), vector["pages"]).hex() == vector["page_hashes"] == b"".join(by_hand).hex()
+
+
+@given(st.lists(st.integers(1, 9), max_size=8), st.integers(1, 5))
+def test_runs_of_chunks_are_those_of_their_pages(counts: list[int], pages: int) -> None:
+    runs = list(enumerate(counts))
+    owners = [number for number, count in runs for _ in range(count)]
+    far = {number: number * 7 % 3 for number, _ in runs}
+    expected = []
+    for first in range(0, len(owners) - pages + 1, pages):
+        of_chunk = owners[first : first + pages]
+        farthest = max(far[number] for number in of_chunk)
+        expected.append(max(number for number in of_chunk if far[number] == farthest))
+    found = chunk_runs(
+        [(count, number) for number, count in runs],
+        pages,
+        lambda one, later: one if far[one] > far[later] else later,
+    )
+    assert [number for count, number in found for _ in range(count)] == expected
 
 
 @pytest.mark.parametrize("vector", load_vectors("chunk_hash_vectors.json"), ids=lambda vector: vector["name"])

@@ -226,9 +226,11 @@ def encode_by_hand(tenant: str, spec: dict[str, Any]) -> bytes:
     values += [b"".join(map(number, geometry))]
     values += [number(spec[k]) for k in ("dtype", "codec", "chunk_tokens", "payload")]
     values += [bytes.fromhex(spec["salt"])]
+    pages = [number(group["pages"])] if group.get("pages", 1) > 1 else []
     if spec["opaque"]:
         values += [spec["opaque"][k].encode() for k in ("engine", "layout_id", "isa")]
         values += [number(spec["opaque"][k]) for k in ("block_tokens", "cell_bytes")]
+    values += pages
     fields = (bytes([tag]) + number(len(value)) + value for tag, value in enumerate(values, start=1))
     return b"kvpool keyspace encoding 1\0" + b"".join(fields)
 

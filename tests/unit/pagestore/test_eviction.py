@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.core.chunks import page_hashes
 from kvpool_pagestore.core.eviction import EvictionPolicy
 from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
 from kvpool_pagestore.core.retained import Retention
@@ -304,3 +305,24 @@ def test_a_search_for_gaps_goes_on_where_the_one_before_has_stopped() -> None:
     assert found == [0, 1, 2, 3, 4]
     assert len(list(policy.gaps(["a"]))) == 19_999
     assert not list(policy.gaps(["a"], only_copies=True)) and not list(policy.gaps(["b"]))
+
+
+def test_uses_of_all_pages_of_a_chunk_are_remembered() -> None:
+    keyspace, chunk = b"k" * 16, bytes(range(16))
+    pages = page_hashes(chunk, 3)
+    names = [keyspace + pages[at : at + 16] for at in range(0, len(pages), 16)]
+    policy: EvictionPolicy[bytes] = EvictionPolicy(PackedRows(32))
+    for number in range(64):
+        policy.insert(keyspace + name(number), domain=keyspace)
+    for one in names:
+        policy.insert(one, domain=keyspace)
+    for number in range(64, 124):
+        for one in names:
+            policy.touch(one)
+        policy.insert(keyspace + name(number), domain=keyspace)
+    while any(one in policy for one in names):
+        assert policy.evict() is not None
+    for one in names:
+        policy.insert(one, domain=keyspace)
+    uses = [policy._uses[policy._find(one)] for one in names]
+    assert min(uses) == max(uses) > 1

@@ -7,9 +7,9 @@ and `extra_i` the sorted records of the chunk: type u8, length u32 little endian
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ _RECORD_HEAD = struct.Struct("<BI")
 _OFFSET = struct.Struct("<q")
 _MAX_TOKEN = (1 << 32) - 1
 
+RunT = TypeVar("RunT")
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 Int64s = npt.NDArray[np.int64]
 
@@ -101,14 +102,42 @@ def chunk_hashes(
 def page_hashes(hashes: bytes, pages: int) -> bytes:
     """Hashes of the pages of chunks that have several, one chunk's after the other's: [C * pages * 16] bytes.
 
-    hashes: [C * 16] bytes, of the chunks. pages: at most 256; see `geometry.KvGroup`. The hash of a page differs from
-    its chunk's in the first byte alone: which prompt it is of is said by 120 bits of 128.
+    hashes: [C * 16] bytes, of the chunks. pages: at most 256; see `geometry.KvGroup`. The number of a page is added
+    without carry to the first and to the last byte of its chunk's hash: tables that keep one end of a hash tell pages
+    apart, and which prompt they are of is said by 112 bits of 128.
     """
     if pages == 1:
         return hashes
     of_pages = np.frombuffer(hashes, np.uint8).reshape(-1, 1, HASH_BYTES).repeat(pages, axis=1)
-    of_pages[:, :, 0] ^= np.arange(pages, dtype=np.uint8)
+    of_pages[:, :, [0, -1]] ^= np.arange(pages, dtype=np.uint8)[:, None]
     return of_pages.tobytes()
+
+
+def chunk_runs(
+    runs: Iterable[tuple[int, RunT]], pages: int, farther: Callable[[RunT, RunT], RunT]
+) -> list[tuple[int, RunT]]:
+    """Make runs of whole chunks out of runs of their pages, the first of which is a chunk's first page.
+
+    runs: number of pages of each. Returns numbers of chunks. A chunk with pages of several runs counts to the farther
+    one, and to the later one of two that are equally far.
+    """
+    found: list[tuple[int, RunT]] = []
+    begun, farthest = 0, None  # pages of a chunk that is not whole yet, and the farthest of their runs
+    for count, run in runs:
+        farthest = run if farthest is None else farther(farthest, run)
+        taken = min(count, pages - begun) if begun else 0
+        begun, count = begun + taken, count - taken
+        if 0 < begun < pages:
+            continue
+        if begun:
+            found.append((1, farthest))
+        whole, begun = divmod(count, pages)
+        if whole and found and found[-1][1] is run:
+            found[-1] = found[-1][0] + whole, run
+        elif whole:
+            found.append((whole, run))
+        farthest = run if begun else None
+    return found
 
 
 def encode_extras(extras: Iterable[Extra]) -> bytes:

@@ -355,7 +355,7 @@ class KvGroup(_message.Message):
     """Window of SLIDING_WINDOW and GROUPED_WINDOW in tokens, else 0."""
     pages: _builtins.int
     """Pages of a chunk, at most 256, where an engine keeps layers of one kind in several groups, of `layers` layers each: consecutive chunks of a chain, which are
-    one chunk of the prompt. 0 means 1.
+    one chunk of the prompt. The hash of page p of a chunk is the chunk's with p XORed into its first and its last byte. 0 means 1.
     """
     def __init__(
         self,

@@ -20,7 +20,7 @@ import numpy as np
 from kvpool.client.engine_items import EngineMatchRun, EngineSource, MatchResult
 from kvpool.client.hashing import Prompt
 from kvpool.connectors.vllm.step_jobs import Blocks, block_id_array
-from kvpool.core.chunks import page_hashes
+from kvpool.core.chunks import chunk_runs, page_hashes
 from kvpool.core.errors import InvalidRequest
 
 _ASKS_GROW = 8  # so many times more states or windows are asked about in each round
@@ -102,15 +102,10 @@ def page_chain(chain: Prompt, pages: int) -> Prompt:
 def match_of_chunks(match: MatchResult, left_out: int, pages: int) -> MatchResult:
     """Return what a match of pages says of chunks: one is there if all its pages are.
 
-    left_out: first pages of the chain that were not asked about. A run of chunks has the source of its last page.
+    left_out: first pages of the chain that were not asked about. A chunk has the farthest source of its pages.
     """
-    at = left_out + match.matched_chunks - sum(run.chunk_count for run in match.runs)
-    runs, done = [], at // pages  # a match begins with a chunk's first page
-    for run in match.runs:
-        at += run.chunk_count
-        count, done = at // pages - done, at // pages
-        if count:
-            runs.append(replace(run, chunk_count=count))
+    of_pages = [(run.chunk_count, run) for run in match.runs]  # a match begins with a chunk's first page
+    runs = [replace(run, chunk_count=count) for count, run in chunk_runs(of_pages, pages, _farther)]
     return replace(match, matched_chunks=(left_out + match.matched_chunks) // pages, runs=tuple(runs))
 
 
@@ -144,6 +139,10 @@ def _pooled(found: range, match: MatchResult) -> list[range]:
         if run.source != EngineSource.GPU:
             pooled.append(range(start, at))
     return pooled
+
+
+def _farther(one: EngineMatchRun, later: EngineMatchRun) -> EngineMatchRun:
+    return one if _distance(one.source) > _distance(later.source) else later
 
 
 def _distance(source: EngineSource) -> int:
