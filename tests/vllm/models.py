@@ -130,7 +130,7 @@ def make_mla_model(directory: Path, *, layers: int = 3) -> Path:
         kv_lora_rank=512,
         qk_rope_head_dim=64,
         qk_nope_head_dim=64,
-        v_head_dim=64,
+        v_head_dim=128,  # of the sizes that vLLM has kernels for on GPUs
         first_k_dense_replace=layers + 1,
         # As DeepSeek's. With plain ones vLLM 0.32's CPU kernel turns the wrong elements of queries.
         rope_parameters={
