@@ -493,8 +493,8 @@ class ConnectorScheduler:
         """Order stores of the leading full chunks of these groups that the pool is not known to have."""
         end_chunk = self._lasting_chunks(computed_tokens)
         lacking = [number for number in groups if state.stored_chunks[number] < end_chunk]
-        pools = self._connection.pools if self._stores_any(state) else ()
-        if not lacking or not pools or self._now_s() < self._unready_until_s:
+        pools = self._connection.pools if lacking and self._stores_any(state) else ()
+        if not pools or self._now_s() < self._unready_until_s:
             return
         try:
             block_ids = block_ids_of(state.request.request_id) if self._is_shareable(state) else None
