@@ -44,6 +44,9 @@ def vllm_environment() -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'clients/python'}",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for answers
+        # Else each engine on a GPU times the kernels of recurrent layers for itself, and may choose ones that round
+        # in another way: tokens would differ.
+        "TRITON_CACHE_AUTOTUNING": "1",
     }
 
 
