@@ -102,9 +102,9 @@ def chunk_hashes(
 def page_hashes(hashes: bytes, pages: int) -> bytes:
     """Hashes of the pages of chunks that have several, one chunk's after the other's: [C * pages * 16] bytes.
 
-    hashes: [C * 16] bytes, of the chunks. pages: at most 256; see `geometry.KvGroup`. The number of a page is added
-    without carry to the first and to the last byte of its chunk's hash: tables that keep one end of a hash tell pages
-    apart, and which prompt they are of is said by 112 bits of 128.
+    hashes: [C * 16] bytes, of the chunks. pages: at most 256; see `geometry.KvGroup`. The number of a page is XORed
+    into the first and the last byte of its chunk's hash: tables that keep one end of a hash tell pages apart, and 112
+    of 128 bits still name the prompt.
     """
     if pages == 1:
         return hashes
@@ -118,8 +118,8 @@ def chunk_runs(
 ) -> list[tuple[int, RunT]]:
     """Make runs of whole chunks out of runs of their pages, the first of which is a chunk's first page.
 
-    runs: number of pages of each. Returns numbers of chunks. A chunk with pages of several runs counts to the farther
-    one, and to the later one of two that are equally far.
+    runs: number of pages and value of each. Returns the number of chunks and value of each. A chunk with pages of
+    several runs belongs to the farthest one, and to the later one of two that are equally far.
     """
     found: list[tuple[int, RunT]] = []
     begun, farthest = 0, None  # pages of a chunk that is not whole yet, and the farthest of their runs

@@ -61,8 +61,8 @@ def final_tokens(request: Request) -> int:
 
 
 def scheduled_among(scheduled: Iterable[str], wanted: Collection[str]) -> list[str]:
-    """Return those of the scheduled requests that are wanted, in their order. In most steps none is wanted, and no time
-    is spent on each."""
+    """Return those of the scheduled requests that are wanted, in their order. In most steps none is wanted, and they
+    are not looked at."""
     return [request_id for request_id in scheduled if request_id in wanted] if wanted else []
 
 
