@@ -67,10 +67,10 @@ async def possibly_empty_chain_of(index: IndexClient, keyspace_name: str, tokens
     )
 
 
-async def matches(index: IndexClient, chain: Chain) -> AsyncIterator[tuple[int, ChainMatch]]:
+async def matches(index: IndexClient, chain: Chain) -> AsyncIterator[ChainMatch]:
     """Match a chain, one part after another where it is longer than one question may be, up to its first miss.
 
-    Yields the number of each part's first page, and the answer, in pages.
+    Yields each part's answer, in pages.
     """
     limit = (await index.get_info()).max_match_chunks
     for first in range(0, len(chain.hashes), limit):
@@ -83,6 +83,6 @@ async def matches(index: IndexClient, chain: Chain) -> AsyncIterator[tuple[int, 
                 group_head_hash=chain.hashes[group_head_index(first)],
             )
         )
-        yield first, answer
+        yield answer
         if answer.matched_chunks < len(part):
             return

@@ -65,7 +65,7 @@ class FetchedChunk:
 async def plan_of_chain(index: IndexClient, chain: Chain) -> list[PlannedChunk]:
     """The longest prefix of a chain that the cluster holds."""
     planned: list[PlannedChunk] = []
-    async for _, answer in matches(index, chain):
+    async for answer in matches(index, chain):
         for run in answer.runs:
             sources = tuple(
                 (answer.nodes[location.node_id], location.shards)

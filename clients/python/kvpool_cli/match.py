@@ -71,7 +71,7 @@ async def look_up(target: Target, keyspace_name: str, tokens: Sequence[int]) -> 
         whole = Coverage.of(chain.opened.grid, 0)
         of_pages = [
             (found.chunk_count, _tier_and_nodes(found, answer.nodes, whole))
-            async for _, answer in matches(index, chain)
+            async for answer in matches(index, chain)
             for found in answer.runs
         ]
     runs, first_chunk = list[FoundRun](), 0

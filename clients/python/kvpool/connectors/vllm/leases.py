@@ -74,8 +74,6 @@ class Leases:
 
         As many leading chunks are leased as `bytes_max` allows.
         """
-        if not self._wanted and not self._leases:
-            return
         wanted, self._wanted = self._wanted, {}
         now_s = self._now_s()
         for request_id, lease in list(self._leases.items()):

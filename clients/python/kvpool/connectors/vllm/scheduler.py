@@ -284,14 +284,13 @@ class ConnectorScheduler:
         computes = bool(scheduled or self._computing)
         self._computing = set(scheduled)
         self._follow_weights()
-        confirmed, token_count = self._unconfirmed.step(scheduled), sum(scheduled.values())
+        confirmed = self._unconfirmed.step(scheduled)
         waits_for_layers = self._settings.layerwise and bool(self._jobs)
-        decodes = token_count == len(scheduled)
-        prefill_tokens = 0 if waits_for_layers or decodes else self._prefill_tokens(scheduled)
+        prefill_tokens = 0 if waits_for_layers else self._prefill_tokens(scheduled)
         written = [*self._new_blocks, *new_blocks] if self._knows_new_blocks else None
         self._knows_new_blocks = True
         jobs = StepJobs(
-            step=self._steps.begin(prefill_tokens, token_count),
+            step=self._steps.begin(prefill_tokens, sum(scheduled.values())),
             loads=self._jobs,
             cancel=self._cancel,
             stores=self._stores,
@@ -314,7 +313,8 @@ class ConnectorScheduler:
         groups = self._computed if self._settings.store == STORE_PREFILL else self._windows
         if groups and self._settings.store != STORE_NEVER:
             for request_id in scheduled_among(confirmed, self._prefilling):
-                state, request = self._states[request_id], self._states[request_id].request
+                state = self._states[request_id]
+                request = state.request
                 computed = min(request.num_computed_tokens + confirmed[request_id], request.num_prompt_tokens)
                 self._store(jobs.stores, state, computed, block_ids_of, groups)
                 end_chunk = self._lasting_chunks(request.num_prompt_tokens)

@@ -82,13 +82,9 @@ class AnnounceJob:
     block_ids: Blocks
 
 
-_NO_BLOCKS: Blocks = np.empty(0, dtype=np.int32)
-_NO_BLOCKS.flags.writeable = False  # all share it
-
-
 def block_id_array(block_ids: Sequence[int]) -> Blocks:
     """Return block ids as jobs carry them: [B] int32."""
-    return np.array(block_ids, dtype=np.int32) if len(block_ids) else _NO_BLOCKS
+    return np.array(block_ids, dtype=np.int32)
 
 
 def prompt_of_job(job: LoadJob | StoreJob, chunk_tokens: int) -> Prompt:
