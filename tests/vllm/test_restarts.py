@@ -70,9 +70,9 @@ class Fleet:
 
     def check(self) -> None:
         """Wait for what was begun: tokens are those of plain vLLM."""
-        for engine, number, prompts in self._begun:
+        while self._begun:
+            engine, number, prompts = self._begun.pop()
             assert engine.generated(number).tokens == self._alone.generate(*prompts).tokens
-        self._begun.clear()
 
     def replace_one(self) -> None:
         """Kill an engine with the requests that it has; another comes in its place."""
