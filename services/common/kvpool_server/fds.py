@@ -1,8 +1,8 @@
 """Server side of descriptor passing: a raw unix socket on the event loop. See kvpool.wire.fd_frames.
 
-Nothing here trusts a peer: only processes of allowed users get past `accept`, a frame has a fixed size, a connection
-has a time limit and carries one exchange, connections are counted, and every descriptor that arrives is either handed
-to the owner or closed.
+Nothing here trusts a peer: `accept` lets in our own user, or with group access those who may write to the socket; a
+frame has a fixed size, a connection has a time limit and carries one exchange, connections are counted, and every
+descriptor that arrives is either handed to the owner or closed.
 """
 
 import array
@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -52,7 +52,6 @@ class FdGrant:
 
     fd: int
     size_bytes: int
-    generation: int
     close_after: bool = False
 
 
@@ -66,8 +65,8 @@ OfferHandler = Callable[[PeerCredentials, bytes, int, int, int], None]
 class FdServer:
     """Listens on a unix socket of mode 0600 and hands descriptors out and in.
 
-    `on_offer` None: offers are refused. `allowed_uids`: besides our own user. `group_access`: those whom the kernel
-    lets write to a socket of mode 0660, instead. Use from one event loop.
+    `on_offer` None: offers are refused. `group_access`: not our own user alone, but those whom the kernel lets write
+    to a socket of mode 0660. Use from one event loop.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class FdServer:
         *,
         on_fetch: FetchHandler | None = None,
         on_offer: OfferHandler | None = None,
-        allowed_uids: Collection[int] = (),
         group_access: bool = False,
         connection_limit: int = 64,
         timeout_s: float = 5.0,
@@ -84,7 +82,6 @@ class FdServer:
         self._path = path
         self._on_fetch = on_fetch
         self._on_offer = on_offer
-        self._allowed_uids = {os.getuid(), *allowed_uids}
         self._group_access = group_access
         self._connection_limit = connection_limit
         self._timeout_s = timeout_s
@@ -108,8 +105,6 @@ class FdServer:
             raise startup_error(self._path, error) from error
         finally:
             os.umask(old_umask)
-        if len(self._allowed_uids) > 1:
-            self._path.chmod(0o666)  # other users may connect, and are checked by their credentials
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
@@ -137,7 +132,7 @@ class FdServer:
             return
         peer_socket.setblocking(False)
         peer = _credentials(peer_socket)
-        allowed = self._group_access or peer.uid in self._allowed_uids
+        allowed = self._group_access or peer.uid == os.getuid()
         if not allowed or len(self._connections) >= self._connection_limit:
             _log.warning("descriptor connection refused", extra=fields(pid=peer.pid, uid=peer.uid))
             peer_socket.close()
@@ -233,7 +228,7 @@ class _Connection:
         try:
             try:
                 grant = self._answer(self._peer, unpack_request(self._frame), self._fds)
-                reply = pack_reply(grant.size_bytes, grant.generation) if grant else pack_reply(0, 0)
+                reply = pack_reply(grant.size_bytes if grant else 0)
             except KvPoolError as error:
                 reply = pack_refusal(error.reason, error.message)
             except Exception:

@@ -20,6 +20,7 @@ from typing import Final
 
 from kvpool.core.errors import StartupFailed
 from kvpool_server.faults import arm_faults
+from kvpool_server.process import fast_loop_factory
 
 _log = logging.getLogger(__name__)
 
@@ -60,13 +61,7 @@ class Stop:
         await self._event.wait()
 
 
-def run_service(
-    main: Callable[[Stop], Awaitable[None]],
-    *,
-    service: str,
-    grace_s: float = 30.0,
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-) -> int:
+def run_service(main: Callable[[Stop], Awaitable[None]], *, service: str, grace_s: float = 60.0) -> int:
     """Run `main` on a fresh event loop until it returns, and give the process's exit code.
 
     SIGTERM or SIGINT set the Stop; `main` then drains and returns. After `grace_s` it is cancelled; should even its
@@ -74,7 +69,7 @@ def run_service(
     """
     try:
         arm_faults(os.environ)
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
+        with asyncio.Runner(loop_factory=fast_loop_factory()) as runner:
             return runner.run(_run(main, grace_s))
     except StartupFailed as error:
         line = " ".join(str(error).split())

@@ -43,6 +43,14 @@ class TcpAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def parse_address(name: str, text: str) -> TcpAddress:
+    """Read the address of the setting `name`. Raises StartupFailed."""
+    try:
+        return TcpAddress.parse(text)
+    except ValueError as error:
+        raise StartupFailed(f"bad configuration: {name}: {error}") from error
+
+
 def advertised_host(listen_host: str, advertise_host: str) -> str:
     """Where others reach a listener: its own address, or `advertise_host` if that is a wildcard."""
     return advertise_host if listen_host in _WILDCARDS else listen_host

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from kvpool_server.tls import TlsSettings
+from kvpool_server.service import ServiceSettings
 
 _POSITIVE = (
     "copy_threads",
@@ -26,7 +26,7 @@ _POSITIVE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuAgentConfig(TlsSettings):
+class GpuAgentConfig(ServiceSettings):
     """One gpuagent. It reaches one local pagestore by its unix socket, or none and uses page streams."""
 
     data_dir: Annotated[Path, "directory of this agent's node id; one process at a time"]
@@ -37,12 +37,10 @@ class GpuAgentConfig(TlsSettings):
     )
     listen: Annotated[str, "TCP address of status and health, host:port; port 0 picks a free one"] = "127.0.0.1:0"
     advertise_host: Annotated[str, "host name or address under which others reach this agent"] = "127.0.0.1"
-    metrics_listen: Annotated[str, "address of /metrics, host:port; port 0 picks a free one"] = "127.0.0.1:0"
     pagestore_socket: Annotated[
         str, "unix socket of this host's pagestore; empty means none: page streams are used"
     ] = ""
     host_id: Annotated[str, "identity of this machine for placement; empty means the boot id"] = ""
-    tenant: Annotated[str, "tenant of all engines, until tokens name it"] = "default"
     device: Annotated[str, "where engines keep their KV: cpu or cuda"] = "cpu"
     device_ordinal: Annotated[int, "which of the GPUs visible to this process works for its engines"] = 0
     scratch_bytes: Annotated[
@@ -71,13 +69,10 @@ class GpuAgentConfig(TlsSettings):
     kept_timeout_ms: Annotated[
         int, "how long an engine may take to answer a gathered window before it counts as not kept"
     ] = 30000
-    log_level: Annotated[str, "debug, info, warning or error"] = "info"
-    log_format: Annotated[str, "logfmt or json"] = "logfmt"
-    ready_file: Annotated[Path | None, "JSON file to write the bound endpoints to once serving"] = None
-    parent_pid: Annotated[int, "end when this process has ended; 0: do not"] = 0
     drain_s: Annotated[float, "time for running calls to end after SIGTERM"] = 10.0
 
     def __post_init__(self) -> None:
+        ServiceSettings.__post_init__(self)
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
         if self.device_ordinal < 0:
@@ -93,9 +88,3 @@ class GpuAgentConfig(TlsSettings):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
         if not self.index_endpoints:
             raise ValueError("index_endpoints must name at least one index replica, host:port")
-        if not self.tenant:
-            raise ValueError("tenant must not be empty")
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ValueError(f"log_level must be debug, info, warning or error, got {self.log_level!r}")
-        if self.log_format not in ("logfmt", "json"):
-            raise ValueError(f"log_format must be logfmt or json, got {self.log_format!r}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
 import sys
 import time
 from contextlib import AsyncExitStack
@@ -29,12 +28,13 @@ from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.engine.agent import GpuAgentEngine
 from kvpool_gpuagent.engine.descriptors import FdExchange
-from kvpool_gpuagent.identity import DataDirectory, announce, gpu_agents_beside, host_identity
+from kvpool_gpuagent.identity import announce, gpu_agents_beside
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, PagePool
 from kvpool_gpuagent.servicer import GpuAgentServicer
 from kvpool_gpuagent.stream import Registrar
-from kvpool_server.config import describe, load_config
+from kvpool_server.config import describe
+from kvpool_server.data_directory import DataDirectory, boot_id
 from kvpool_server.fds import FdServer
 from kvpool_server.interceptors import (
     DeadlinePolicy,
@@ -43,15 +43,16 @@ from kvpool_server.interceptors import (
     aio_interceptors,
     current_identity,
 )
-from kvpool_server.lifecycle import Stop, clear_ready_file, run_service, write_ready_file
-from kvpool_server.listen import TcpAddress, advertised_host
-from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
-from kvpool_server.metrics import new_registry, open_service_tracer, start_metrics_server
+from kvpool_server.lifecycle import Stop, clear_ready_file, write_ready_file
+from kvpool_server.listen import TcpAddress, parse_address
+from kvpool_server.logs import fields
+from kvpool_server.metrics import new_registry, open_service_tracer
 from kvpool_server.node.chunk_directory import NoLocations
 from kvpool_server.node.node_link import NodeLink
 from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
-from kvpool_server.process import die_with_parent, fast_loop_factory, tune_process
+from kvpool_server.process import tune_process
 from kvpool_server.server import ControlServer
+from kvpool_server.service import run_with_settings, start_metrics
 from kvpool_server.tls import ServiceTls, open_tls
 
 _log = logging.getLogger(__name__)
@@ -62,21 +63,7 @@ _SERVICE_NAME = gpuagent_pb2.DESCRIPTOR.services_by_name["GpuAgentService"].full
 
 def main() -> int:
     """Run the service; returns the exit code of kvpool_server.lifecycle."""
-
-    async def serve(stop: Stop) -> None:
-        await _serve(stop, _load())
-
-    return run_service(serve, service="gpuagent", grace_s=60.0, loop_factory=fast_loop_factory())
-
-
-def _load() -> GpuAgentConfig:
-    config = load_config(
-        GpuAgentConfig, prog="kvpool-gpuagent", env_prefix="KVPOOL_GPUAGENT", argv=sys.argv[1:], env=os.environ
-    )
-    configure_logs(service="gpuagent", level=LogLevel(config.log_level), log_format=LogFormat(config.log_format))
-    if config.parent_pid:
-        die_with_parent(config.parent_pid)
-    return dataclasses.replace(config, host_id=host_identity(config.host_id))
+    return run_with_settings(_serve, GpuAgentConfig, service="gpuagent")
 
 
 # Each call of the driver lets go of the interpreter. At 0.5 ms, which other services have, a thread then waited for the
@@ -86,11 +73,12 @@ _SWITCH_INTERVAL_S = 0.00005
 
 async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
     tune_process(_SWITCH_INTERVAL_S)
+    config = dataclasses.replace(config, host_id=config.host_id or boot_id())
     clear_ready_file(config.ready_file)
     _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
     registry = new_registry()
     async with AsyncExitStack() as stack:
-        directory = DataDirectory(config.data_dir)
+        directory = DataDirectory(config.data_dir, "agent")
         stack.callback(directory.close)
         tracer = open_service_tracer("gpuagent", registry)
         stack.push_async_callback(asyncio.to_thread, tracer.close)
@@ -110,13 +98,15 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
             tracer,
         )
         server.listen_unix(config.socket, group_access=config.socket_group_access)
-        node = _node(config, directory.node_id, server.listen_tcp(_address("listen", config.listen), tls))
+        node = _node(config, directory.node_id, server.listen_tcp(parse_address("listen", config.listen), tls))
         if config.health_listen:
-            server.listen_health(_address("health_listen", config.health_listen))
+            server.listen_health(parse_address("health_listen", config.health_listen))
         descriptors = FdServer(descriptor_socket, on_offer=desk.on_offer, group_access=config.socket_group_access)
         descriptors.start()
         stack.callback(descriptors.close)
-        node = dataclasses.replace(node, metrics_url=_start_metrics(config, registry, stack))
+        metrics_url, stop_metrics = start_metrics(config, registry, config.advertise_host)
+        stack.callback(stop_metrics)
+        node = dataclasses.replace(node, metrics_url=metrics_url)
         # What engines' caches hold is asked of agents on their host: to the index an agent announces no locations.
         link = NodeLink(client, node, load=NodeLoad, truth=NoLocations(), on_superseded=stop.fail)
         stack.push_async_callback(link.close)
@@ -257,13 +247,6 @@ def build_server(
     return server
 
 
-def _start_metrics(config: GpuAgentConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> str:
-    address = _address("metrics_listen", config.metrics_listen)
-    port, stop_metrics = start_metrics_server(address.host, address.port, registry)
-    stack.callback(stop_metrics)
-    return f"http://{TcpAddress(advertised_host(address.host, config.advertise_host), port)}/metrics"
-
-
 def _node(config: GpuAgentConfig, node_id: bytes, port: int) -> NodeInfo:
     return NodeInfo(
         node_id=node_id,
@@ -283,13 +266,6 @@ def _publish(config: GpuAgentConfig, node: NodeInfo) -> None:
         metrics_url=node.metrics_url,
         node_id=node.node_id.hex(),
     )
-
-
-def _address(name: str, text: str) -> TcpAddress:
-    try:
-        return TcpAddress.parse(text)
-    except ValueError as error:
-        raise StartupFailed(f"bad configuration: {name}: {error}") from error
 
 
 def location_replica(client: IndexClient, metrics: AgentMetrics, *, replica_bytes: int) -> LocationReplica | None:

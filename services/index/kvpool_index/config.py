@@ -2,25 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 from kvpool_server.config import SECRET
-from kvpool_server.tls import TlsSettings
-
-_LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-_LOG_FORMATS: Final = ("logfmt", "json")
+from kvpool_server.service import ServiceSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexConfig(TlsSettings):
+class IndexConfig(ServiceSettings):
     """The kvpool index: which chunks exist, where, and who is alive."""
 
     listen: Annotated[str, "host:port of the gRPC service; port 0 takes a free one"] = "127.0.0.1:7100"
-    metrics_listen: Annotated[str, "host:port of /metrics; port 0 takes a free one"] = "127.0.0.1:0"
-    ready_file: Annotated[Path | None, "JSON file to write the bound endpoints to once serving"] = None
-    parent_pid: Annotated[int, "end when this process has ended; 0: do not"] = 0
-    log_level: Annotated[str, "debug, info, warning or error"] = "info"
-    log_format: Annotated[str, "logfmt or json"] = "logfmt"
     drain_s: Annotated[float, "time for running calls to end after SIGTERM"] = 5.0
 
     redis_url: Annotated[
@@ -31,7 +23,6 @@ class IndexConfig(TlsSettings):
     redis_max_in_flight: Annotated[int, "calls that wait for Redis at once; further ones are refused"] = 1024
     redis_wait_replicas: Annotated[int, "replicas that must have an announce batch before it is acknowledged"] = 0
 
-    tenant: Annotated[str, "tenant of all callers, while there is no authentication"] = "default"
     tenant_secret_file: Annotated[Path | None, "file of 32 bytes or more; unset: a published constant"] = None
 
     lease_ttl_ms: Annotated[int, "a node that does not renew is gone after this"] = 5000
@@ -62,6 +53,7 @@ class IndexConfig(TlsSettings):
     ] = 30 * 24 * 3600.0
 
     def __post_init__(self) -> None:
+        ServiceSettings.__post_init__(self)
         for name, low, high in (
             ("redis_timeout_ms", 10, 60_000),
             ("redis_max_in_flight", 1, 1 << 20),
@@ -86,12 +78,6 @@ class IndexConfig(TlsSettings):
             value: int = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} must be from {low} to {high}, got {value}")
-        if self.log_level not in _LOG_LEVELS:
-            raise ValueError(f"log_level must be one of {', '.join(_LOG_LEVELS)}, got {self.log_level!r}")
-        if self.log_format not in _LOG_FORMATS:
-            raise ValueError(f"log_format must be one of {', '.join(_LOG_FORMATS)}, got {self.log_format!r}")
-        if not self.tenant:
-            raise ValueError("tenant must not be empty")
         for name in ("route_weight_gpu", "route_weight_staging", "route_weight_disk", "route_weight_remote"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvpool_index.engine.index import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
 from kvpool_index.servicer import IndexServicer, add_index_servicer
-from kvpool_server.config import describe, load_config
+from kvpool_server.config import describe
 from kvpool_server.interceptors import (
     CallLimits,
     DeadlinePolicy,
@@ -28,12 +27,13 @@ from kvpool_server.interceptors import (
     aio_interceptors,
     current_identity,
 )
-from kvpool_server.lifecycle import Stop, clear_ready_file, run_service, write_ready_file
-from kvpool_server.listen import TcpAddress
-from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
-from kvpool_server.metrics import new_registry, open_service_tracer, start_metrics_server
-from kvpool_server.process import die_with_parent, fast_loop_factory, tune_process
+from kvpool_server.lifecycle import Stop, clear_ready_file, write_ready_file
+from kvpool_server.listen import TcpAddress, parse_address
+from kvpool_server.logs import fields
+from kvpool_server.metrics import new_registry, open_service_tracer
+from kvpool_server.process import tune_process
 from kvpool_server.server import ControlServer
+from kvpool_server.service import run_with_settings, start_metrics
 from kvpool_server.tasks import BackgroundTasks
 from kvpool_server.tls import open_tls
 
@@ -44,26 +44,14 @@ _SERVICE_NAME = index_pb2.DESCRIPTOR.services_by_name["IndexService"].full_name
 
 def main() -> int:
     """Run the service; returns the exit code of kvpool_server.lifecycle."""
-
-    async def serve(stop: Stop) -> None:
-        await _serve(stop, _load())
-
-    return run_service(serve, service="index", grace_s=60.0, loop_factory=fast_loop_factory())
-
-
-def _load() -> IndexConfig:
-    config = load_config(IndexConfig, prog="kvpool-index", env_prefix="KVPOOL_INDEX", argv=sys.argv[1:], env=os.environ)
-    configure_logs(service="index", level=LogLevel(config.log_level), log_format=LogFormat(config.log_format))
-    if config.parent_pid:
-        die_with_parent(config.parent_pid)
-    return config
+    return run_with_settings(_serve, IndexConfig, service="index")
 
 
 async def _serve(stop: Stop, config: IndexConfig) -> None:
     tune_process()
     clear_ready_file(config.ready_file)
     _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
-    listen, metrics_listen = _address("listen", config.listen), _address("metrics_listen", config.metrics_listen)
+    listen = parse_address("listen", config.listen)
     registry = new_registry()
     tls = open_tls(config, registry, service="index")
     tracer = open_service_tracer("index", registry)
@@ -80,9 +68,8 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
     server = build_server(engine, config, RequestMetrics("index", registry))
     endpoint = str(TcpAddress(listen.host, server.listen_tcp(listen, tls)))
     if config.health_listen:
-        server.listen_health(_address("health_listen", config.health_listen))
-    metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
-    metrics_url = f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics"
+        server.listen_health(parse_address("health_listen", config.health_listen))
+    metrics_url, stop_metrics = start_metrics(config, registry)
     try:
         await store.check_layout()
         await server.start()
@@ -98,7 +85,7 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
             write_ready_file(config.ready_file, endpoint=endpoint, metrics_url=metrics_url, store=store.kind)
             await stop.wait()
     finally:
-        engine.drain()
+        engine.streams.end_all()
         await server.stop(config.drain_s)
         await engine.close()
         await store.close()
@@ -160,13 +147,6 @@ def _read_secret(path: Path | None) -> bytes:
         raise StartupFailed(f"cannot read tenant_secret_file {path}: {error.strerror}") from error
     except ValueError as error:
         raise StartupFailed(f"tenant_secret_file {path} cannot be used: {error}") from error
-
-
-def _address(name: str, text: str) -> TcpAddress:
-    try:
-        return TcpAddress.parse(text)
-    except ValueError as error:
-        raise StartupFailed(f"bad configuration: {name}: {error}") from error
 
 
 if __name__ == "__main__":

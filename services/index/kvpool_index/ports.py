@@ -150,6 +150,9 @@ class LocationStore(Protocol):
 VERSION_AHEAD_US: Final = 24 * 3600 * 1_000_000
 """How far the clocks of two servers of one store may lie apart: bounds incarnations and versions of policies."""
 
+TOMBSTONE_S: Final = 60
+"""How long a group that became empty remembers its fences and its version."""
+
 PROCESSES_REMEMBERED: Final = 4
 """Processes remembered of each node: the one that registered last, and those before it."""
 

@@ -27,10 +27,11 @@ from kvpool.wire import (
     versions,
 )
 from kvpool.wire.convert_watch import chunk_batch_to_proto, index_event_to_proto
+from kvpool.wire.frames import varint
 from kvpool_index.core.nodes import Renewal
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine.index import IndexEngine
-from kvpool_index.servicer_match import MatchAnswers, serve_concurrently, varint
+from kvpool_index.servicer_match import MatchAnswers, serve_concurrently
 from kvpool_server.logs import fields
 
 _log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     ) -> pb.OpenKeyspaceResponse:
         versions.check_peer_version(request.version, "the caller")
         spec = convert_keyspace.spec_from_proto(request.spec)
-        opened = await self._engine.open_keyspace(self._tenant(), request.name, spec)
+        opened = await self._engine.keyspaces.open(self._tenant(), request.name, spec)
         return pb.OpenKeyspaceResponse(
             keyspace_id=opened.keyspace.keyspace_id,
             hash_key=opened.hash_key,
@@ -92,8 +93,8 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     async def ListKeyspaces(
         self, request: pb.ListKeyspacesRequest, context: Context[pb.ListKeyspacesRequest, pb.ListKeyspacesResponse]
     ) -> pb.ListKeyspacesResponse:
-        known = await self._engine.list_keyspaces(self._tenant())
-        policies = await self._engine.policies_of([each.keyspace_id for each in known])
+        known = await self._engine.keyspaces.of_tenant(self._tenant())
+        policies = await self._engine.policies.of([each.keyspace_id for each in known])
         return pb.ListKeyspacesResponse(
             keyspaces=[
                 pb.Keyspace(
@@ -112,7 +113,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         context: Context[pb.SetKeyspacePolicyRequest, pb.SetKeyspacePolicyResponse],
     ) -> pb.SetKeyspacePolicyResponse:
         policy = convert_policy.policy_from_proto(request.policy)
-        stored = await self._engine.set_policy(self._tenant(), request.name, policy)
+        stored = await self._engine.policies.set(self._tenant(), request.name, policy)
         return pb.SetKeyspacePolicyResponse(keyspace_id=stored.keyspace, version=stored.version)
 
     async def GetKeyspacePolicies(
@@ -120,7 +121,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         request: pb.GetKeyspacePoliciesRequest,
         context: Context[pb.GetKeyspacePoliciesRequest, pb.GetKeyspacePoliciesResponse],
     ) -> pb.GetKeyspacePoliciesResponse:
-        policies, version = await self._engine.keyspace_policies(
+        policies, version = await self._engine.policies.get(
             convert.convert_items(request.keyspace_ids, convert_keyspace.keyspace_id_from_proto, most=self._max_items)
         )
         return pb.GetKeyspacePoliciesResponse(
@@ -136,7 +137,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
             request.policies, convert_policy.kept_policy_from_proto, "policy", most=self._max_items
         )
         node_id = convert.check_id(request.node_id, "node_id")
-        await self._engine.restore_policies(self._tenant(), node_id, request.incarnation, kept)
+        await self._engine.policies.restore(self._tenant(), node_id, request.incarnation, kept)
         return pb.RestoreKeyspacePoliciesResponse()
 
     async def RegisterNode(
@@ -145,7 +146,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         versions.check_peer_version(request.version, "the node")
         info = convert_cluster.node_info_from_proto(request.node)
         attempt = cluster.RegistrationAttempt(process_id=request.process_id, number=request.attempt)
-        lease = await self._engine.register_node(info, request.last_incarnation, attempt)
+        lease = await self._engine.nodes.register(info, request.last_incarnation, attempt)
         peer = versions.versions_from_proto(request.version)
         facts = fields(node_id=info.node_id, endpoint=info.endpoint, peer=str(peer), incarnation=lease.incarnation)
         _log.info("node registered", extra=facts)
@@ -165,7 +166,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         async with self._engine.streams.track():
             async for request in request_iterator:
                 renewals = convert.convert_items(request.renewals, _renewal, "renewal", most=self._max_items)
-                refusals, terms = await self._engine.renew_leases(renewals)
+                refusals, terms = await self._engine.leases.renew(renewals)
                 answer = pb.RenewLeasesResponse(
                     lease_ttl_ms=terms.lease_ttl_ms,
                     renew_interval_ms=terms.renew_interval_ms,
@@ -184,14 +185,14 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         self, request: pb.EndLeaseRequest, context: Context[pb.EndLeaseRequest, pb.EndLeaseResponse]
     ) -> pb.EndLeaseResponse:
         node_id = convert.check_id(request.node_id, "node_id")
-        await self._engine.end_lease(node_id, request.incarnation, request.process_id)
+        await self._engine.nodes.end(node_id, request.incarnation, request.process_id)
         return pb.EndLeaseResponse()
 
     async def ListNodes(
         self, request: pb.ListNodesRequest, context: Context[pb.ListNodesRequest, pb.ListNodesResponse]
     ) -> pb.ListNodesResponse:
         kind = convert.enum_from_proto(request.kind, cluster.NodeKind, "kind") if request.kind else None
-        nodes = await self._engine.list_nodes(kind)
+        nodes = await self._engine.nodes.live_nodes(kind)
         return pb.ListNodesResponse(nodes=[convert_cluster.live_node_to_proto(node) for node in nodes])
 
     async def Announce(
@@ -242,7 +243,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         self, request: pb.MatchRequest, context: Context[pb.MatchRequest, pb.MatchResponse]
     ) -> pb.MatchResponse:
         query = convert_cluster.chain_query_from_proto(request, chunks_max=self._max_chunks)
-        return convert_cluster.chain_match_to_proto(await self._engine.match(self._tenant(), query))
+        return convert_cluster.chain_match_to_proto(await self._engine.matches.match(self._tenant(), query))
 
     async def MatchStream(  # type: ignore[override]  # see add_index_servicer: answers are bytes, and written
         self,  # by a coroutine, which costs less than a generator
@@ -272,14 +273,14 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         stale = convert.convert_items(
             request.locations, convert_cluster.stale_location_from_proto, "location", most=self._max_items
         )
-        return pb.ReportStaleResponse(removed=await self._engine.report_stale(self._tenant(), stale))
+        return pb.ReportStaleResponse(removed=await self._engine.announcements.report_stale(self._tenant(), stale))
 
     async def Watch(  # type: ignore[override]  # see add_index_servicer: answers are bytes
         self, request: pb.WatchRequest, context: Context[pb.WatchRequest, pb.WatchResponse]
     ) -> AsyncIterator[bytes]:
         keyspace = convert.check_optional_id(request.keyspace_id, "keyspace_id")
         async with self._engine.streams.track():
-            watch = self._engine.watch(
+            watch = self._engine.watches.watch(
                 self._tenant(),
                 request.after_position,
                 keyspace,
@@ -307,7 +308,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         request: pb.DropKeyspaceLocationsRequest,
         context: Context[pb.DropKeyspaceLocationsRequest, pb.DropKeyspaceLocationsResponse],
     ) -> pb.DropKeyspaceLocationsResponse:
-        count = await self._engine.drop_keyspace(
+        count = await self._engine.announcements.drop(
             self._tenant(),
             convert.check_id(request.keyspace_id, "keyspace_id"),
             convert.check_optional_id(request.node_id, "node_id"),
@@ -318,7 +319,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         self, request: pb.RouteRequest, context: Context[pb.RouteRequest, pb.RouteResponse]
     ) -> pb.RouteResponse:
         query = convert_cluster.chain_query_from_proto(request.match, chunks_max=self._max_chunks)
-        answer = await self._engine.route(
+        answer = await self._engine.routes.route(
             self._tenant(), query, with_unmatched=request.with_unmatched, count=request.count
         )
         return convert_route.route_to_proto(answer)
@@ -345,7 +346,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         request: pb.ReconcileSplitGroupsRequest,
         context: Context[pb.ReconcileSplitGroupsRequest, pb.ReconcileSplitGroupsResponse],
     ) -> pb.ReconcileSplitGroupsResponse:
-        groups, continuation, applied = await self._engine.split_groups(
+        groups, continuation, applied = await self._engine.reconciliation.split_groups(
             convert.check_id(request.node_id, "node_id"), request.incarnation, request.range, request.continuation
         )
         return pb.ReconcileSplitGroupsResponse(

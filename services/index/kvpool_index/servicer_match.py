@@ -13,6 +13,7 @@ from kvpool.core.tracing import CHUNKS, KEYSPACE, QUESTIONS, REQUEST_ID, SERVED_
 from kvpool.v1 import index_pb2 as pb
 from kvpool.wire.convert import check_count, item_error_to_proto
 from kvpool.wire.convert_cluster import chain_query_from_proto, location_to_proto, node_info_to_proto
+from kvpool.wire.frames import varint
 from kvpool_index.core.entries import check_query
 from kvpool_index.engine.index import IndexEngine
 from kvpool_server.logs import fields, note_request
@@ -75,7 +76,7 @@ class MatchAnswers:
     async def _ask(
         self, tenant: str, request: pb.MatchStreamRequest, queries: Sequence[ChainQuery]
     ) -> list[ChainMatch]:
-        asking = self._engine.match_several(tenant, queries)
+        asking = self._engine.matches.match_several(tenant, queries)
         if self._tracer.recording:
             return await traced_match(self._tracer, request, queries, asking)
         return await asking
@@ -219,13 +220,3 @@ def _keep(known: dict[int, tuple[ItemT, bytes]], item: ItemT, data: bytes) -> tu
         known.clear()
     kept = known[id(item)] = (item, data)
     return kept
-
-
-def varint(number: int) -> bytes:
-    """A number >= 0 as protobuf writes it."""
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)

@@ -10,13 +10,13 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import StagingMode, WritePolicy, check_combination, option_of
 from kvpool.core.sizing import DEFAULT_SEGMENT_BYTES, prepared_segment_bytes
 from kvpool_pagestore.core.admission import TenantQuotas
-from kvpool_server.tls import TlsSettings
+from kvpool_server.service import ServiceSettings
 
 PROMOTION_SHARE = 8  # one part in this many of the arena is never given to writers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageStoreConfig(TlsSettings):
+class PageStoreConfig(ServiceSettings):
     """The kvpool pagestore: owns page bytes on one node, in shared memory above a disk tier."""
 
     data_dir: Annotated[Path, "directory of the node id and the disk tier; one process at a time"]
@@ -30,12 +30,6 @@ class PageStoreConfig(TlsSettings):
     )
     advertise_host: Annotated[str, "host name or address under which other hosts reach this node"] = "127.0.0.1"
     host_id: Annotated[str, "identity of this machine for placement; empty: the boot id"] = ""
-    metrics_listen: Annotated[str, "host:port of /metrics; port 0 takes a free one"] = "127.0.0.1:0"
-    ready_file: Annotated[Path | None, "JSON file written once the pagestore serves, with its endpoints"] = None
-    parent_pid: Annotated[int, "end when this process has ended; 0: do not"] = 0
-    log_level: Annotated[str, "debug, info, warning or error"] = "info"
-    log_format: Annotated[str, "logfmt or json"] = "logfmt"
-    tenant: Annotated[str, "tenant of all callers, while there is no authentication"] = "default"
 
     arena_bytes: Annotated[int, "hard budget of the staging arena"] = 1 << 30
     segment_bytes: Annotated[int, "size of a segment of it that is made when it is needed"] = DEFAULT_SEGMENT_BYTES
@@ -111,6 +105,7 @@ class PageStoreConfig(TlsSettings):
     drain_ms: Annotated[int, "time for dirty pages to become durable after SIGTERM"] = 20_000
 
     def __post_init__(self) -> None:
+        ServiceSettings.__post_init__(self)
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
@@ -145,8 +140,6 @@ class PageStoreConfig(TlsSettings):
             raise ValueError(f"tenant_quotas: {error}") from error
         if not 0.0 <= self.max_pinned_share <= 1.0:
             raise ValueError(f"max_pinned_share must lie in [0, 1], got {self.max_pinned_share}")
-        if not self.tenant:
-            raise ValueError("tenant must not be empty")
 
     def _check_policy(self) -> None:
         try:

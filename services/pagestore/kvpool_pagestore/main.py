@@ -19,33 +19,24 @@ from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import StartupFailed, StoreFault
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.adapters.arena import MemfdArena
-from kvpool_pagestore.adapters.data_directory import DataDirectory
-from kvpool_pagestore.adapters.index_link import IndexPlacement, NodeIndexLink, NoIndex, Registrant
+from kvpool_pagestore.adapters.index_link import NodeIndexLink, NoIndex, Registrant
 from kvpool_pagestore.adapters.page_store import largest_batch_bytes, live_page_bytes, open_disk_tier
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine.parts import EngineParts, EngineWorkers
 from kvpool_pagestore.engine.pulls import QUIET_STREAMS_MAX
 from kvpool_pagestore.engine.store import PageStoreEngine
-from kvpool_pagestore.main_servers import PageStoreServers, parse_address
+from kvpool_pagestore.main_servers import PageStoreServers
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import IndexLink, NoPlacement, PageStore
-from kvpool_server import flock
-from kvpool_server.config import describe, load_config
-from kvpool_server.interceptors import (
-    RequestMetrics,
-)
-from kvpool_server.lifecycle import Stop, clear_ready_file, run_service, write_ready_file
-from kvpool_server.listen import TcpAddress, advertised_host
-from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
-from kvpool_server.metrics import new_registry, open_service_tracer, start_metrics_server
-from kvpool_server.process import (
-    die_with_parent,
-    fast_loop_factory,
-    mapping_large_buffers,
-    release_free_memory,
-    tune_process,
-)
+from kvpool_server.config import describe
+from kvpool_server.data_directory import DataDirectory
+from kvpool_server.interceptors import RequestMetrics
+from kvpool_server.lifecycle import Stop, clear_ready_file, write_ready_file
+from kvpool_server.logs import fields
+from kvpool_server.metrics import new_registry, open_service_tracer
+from kvpool_server.process import mapping_large_buffers, release_free_memory, tune_process
+from kvpool_server.service import run_with_settings, start_metrics
 from kvpool_server.tasks import BoundedExecutor
 from kvpool_server.tls import ServiceTls, open_tls
 
@@ -57,21 +48,11 @@ _NICENESS = 10  # of threads whose work no request waits for: an engine beside u
 def main() -> int:
     """Run the service; returns the exit code of kvpool_server.lifecycle."""
 
-    async def serve(stop: Stop) -> None:
+    async def serve(stop: Stop, config: PageStoreConfig) -> None:
         async with AsyncExitStack() as stack:
-            await _serve(stop, _load(), stack)
+            await _serve(stop, config, stack)
 
-    return run_service(serve, service="pagestore", grace_s=60.0, loop_factory=fast_loop_factory())
-
-
-def _load() -> PageStoreConfig:
-    config = load_config(
-        PageStoreConfig, prog="kvpool-pagestore", env_prefix="KVPOOL_PAGESTORE", argv=sys.argv[1:], env=os.environ
-    )
-    configure_logs(service="pagestore", level=LogLevel(config.log_level), log_format=LogFormat(config.log_format))
-    if config.parent_pid:
-        die_with_parent(config.parent_pid)
-    return config
+    return run_with_settings(serve, PageStoreConfig, service="pagestore")
 
 
 async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> None:
@@ -80,7 +61,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
     registry = new_registry()
     tls = open_tls(config, registry, service="pagestore")
-    directory = DataDirectory(config.data_dir)
+    directory = DataDirectory(config.data_dir, "pagestore")
     stack.callback(directory.close)
     clear_ready_file(config.ready_file)  # not before: it may be that of the process that holds the directory
     arena = _Arena(config, directory.node_id)
@@ -93,7 +74,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
         disk_live_bytes=live_page_bytes(config.disk_bytes),
         peers=GrpcPeerPages(tls=tls.client if tls else None, tracer=tracer),
         index=index,
-        placement=IndexPlacement(index) if isinstance(index, NodeIndexLink) else NoPlacement(),
+        placement=index if isinstance(index, NodeIndexLink) else NoPlacement(),
         workers=_workers(config, stack),
         clock=SystemClock(),
         first_segment_id=(secrets.randbits(40) << 16) + 1,  # never an id that an earlier process gave to a peer
@@ -105,7 +86,9 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     stack.callback(parts.peers.close)
     last_incarnation = await _load_engine(engine, arena.segments)
     servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry), tls, tracer)
-    node = servers.listen(_start_metrics(config, registry, stack))
+    metrics_url, stop_metrics = start_metrics(config, registry, config.advertise_host)
+    stack.callback(stop_metrics)
+    node = servers.listen(metrics_url)
     node = replace(node, draining=engine.drain.refuses_pages)
     await adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
     loop = asyncio.get_running_loop()
@@ -130,20 +113,12 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
         await servers.stop()
 
 
-def _start_metrics(config: PageStoreConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> str:
-    """Serve /metrics until `stack` closes; returns its URL for others."""
-    listen = parse_address("metrics_listen", config.metrics_listen)
-    port, stop_metrics = start_metrics_server(listen.host, listen.port, registry)
-    stack.callback(stop_metrics)
-    return f"http://{TcpAddress(advertised_host(listen.host, config.advertise_host), port)}/metrics"
-
-
 class _Arena:
     """The arena and whether its segments may be removed in the end."""
 
     def __init__(self, config: PageStoreConfig, node_id: bytes) -> None:
         self.unused = False
-        self.segments = MemfdArena(config.session_dir / f"kvpool-{node_id.hex()}", flock)
+        self.segments = MemfdArena(config.session_dir / f"kvpool-{node_id.hex()}")
         self.segments.open(config.arena_bytes)
 
     def close(self) -> None:

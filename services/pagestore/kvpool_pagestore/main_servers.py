@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 
 from kvpool.core.cluster import NodeInfo, NodeKind
-from kvpool.core.errors import StartupFailed
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import pagestore_pb2, pagestore_pb2_grpc
-from kvpool_pagestore.adapters.data_directory import host_identity
 from kvpool_pagestore.bulk.gateway import EngineBulkGateway
 from kvpool_pagestore.bulk.servicer import BulkLimits, PageTransferServicer
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine.store import PageStoreEngine
 from kvpool_pagestore.servicer.control import PageStoreServicer
 from kvpool_pagestore.servicer.session import SessionLimits
+from kvpool_server.data_directory import boot_id
 from kvpool_server.fds import FdGrant, FdServer, PeerCredentials
 from kvpool_server.interceptors import (
     DeadlinePolicy,
@@ -24,7 +23,7 @@ from kvpool_server.interceptors import (
     current_identity,
     sync_interceptors,
 )
-from kvpool_server.listen import TcpAddress
+from kvpool_server.listen import TcpAddress, parse_address
 from kvpool_server.server import BulkServer, ControlServer
 from kvpool_server.tls import ServiceTls
 
@@ -92,7 +91,7 @@ class PageStoreServers:
         return NodeInfo(
             node_id=self._node_id,
             kind=NodeKind.PAGESTORE,
-            host_id=host_identity(config.host_id),
+            host_id=config.host_id or boot_id(),
             endpoint=str(TcpAddress(config.advertise_host, control_port)),
             bulk_endpoint=str(TcpAddress(config.advertise_host, bulk_port)),
             local_socket=str(self._socket),
@@ -115,16 +114,8 @@ class PageStoreServers:
         # In another PID namespace (a container's) the kernel shows no pid.
         process = f"process {peer.pid}" if peer.pid else f"user {peer.uid}"
         found = self._engine.sessions.descriptor(token, number, process)
-        return FdGrant(found.fd, found.size_bytes, 0, close_after=found.give_up)
+        return FdGrant(found.fd, found.size_bytes, close_after=found.give_up)
 
 
 def _tenant() -> str:
     return current_identity().tenant
-
-
-def parse_address(name: str, text: str) -> TcpAddress:
-    """An address of the configuration. Raises StartupFailed naming the setting."""
-    try:
-        return TcpAddress.parse(text)
-    except ValueError as error:
-        raise StartupFailed(f"bad configuration: {name}: {error}") from error

@@ -16,8 +16,6 @@ from kvpool_server.config import describe
         {"event_streams": 0},
         {"tenant": ""},
         {"drain_s": -1.0},
-        {"log_level": "loud"},
-        {"log_format": "xml"},
     ],
 )
 def test_refused_by_name(bad: dict[str, object]) -> None:

@@ -49,7 +49,7 @@ def test_a_gap_of_the_log_reaches_watchers_one_after_the_other() -> None:
     async def play() -> list[float]:
         store = MemoryIndexStore(ManualClock(), stream_entries=1)
         engine = engine_of(store, ManualClock(), uniform=uniform)
-        watches = [engine.watch("t", "", b"", for_replica=True) for _ in range(WATCHERS)]
+        watches = [engine.watches.watch("t", "", b"", for_replica=True) for _ in range(WATCHERS)]
         for watch in watches:
             await resync(watch)
         began_s = asyncio.get_running_loop().time()
@@ -91,7 +91,7 @@ class SlowDirectory(MemoryNodeDirectory):
 def slow_store(clock: ManualClock) -> MemoryIndexStore:
     store = MemoryIndexStore(clock)
     store.nodes = directory = SlowDirectory(clock, store.events)
-    store.locations = MemoryLocationStore(clock, directory, tombstone_s=60.0)
+    store.locations = MemoryLocationStore(clock, directory)
     directory.clock = clock
     return store
 
@@ -100,10 +100,10 @@ async def test_an_event_names_a_node_whose_lease_only_seems_over_because_the_sto
     clock = ManualClock()
     store = slow_store(clock)
     engine = engine_of(store, clock)
-    keyspace = (await engine.open_keyspace("t", "k", SPEC)).keyspace.keyspace_id
-    lease = await engine.register_node(NODE, 0)
+    keyspace = (await engine.keyspaces.open("t", "k", SPEC)).keyspace.keyspace_id
+    lease = await engine.nodes.register(NODE, 0)
     before = ",".join(await store.events.tails())
-    assert await engine.list_nodes(None) == [], "for a match its lease is over"
+    assert await engine.nodes.live_nodes(None) == [], "for a match its lease is over"
     announced = await engine.open_announce(NODE.node_id, lease.incarnation, lease.announce_epoch)
     change = LocationChange(
         keyspace=keyspace,
@@ -114,7 +114,7 @@ async def test_an_event_names_a_node_whose_lease_only_seems_over_because_the_sto
         removed_shards=0,
     )
     await announced.apply(1, [change])
-    watch = engine.watch("t", before, b"")
+    watch = engine.watches.watch("t", before, b"")
     event = (await anext(watch)).event
     assert isinstance(event, ChunkEvent), event
     assert [(one.node_id, one.tier, one.shards) for one in event.locations] == [(NODE.node_id, Tier.DISK, 1)]
@@ -125,8 +125,8 @@ async def test_an_event_names_a_node_whose_lease_only_seems_over_because_the_sto
 async def test_resync_names_a_node_whose_lease_only_seems_over_because_the_store_answered_late() -> None:
     clock = ManualClock()
     engine = engine_of(slow_store(clock), clock)
-    await engine.register_node(NODE, 0)
-    watch = engine.watch("t", "", b"", for_replica=True)
+    await engine.nodes.register(NODE, 0)
+    watch = engine.watches.watch("t", "", b"", for_replica=True)
     event = (await anext(watch)).event
     assert isinstance(event, ResyncEvent), event
     assert [node.node_id for node in event.nodes] == [NODE.node_id]
@@ -139,10 +139,10 @@ async def test_a_replica_gets_entries_that_come_together_in_one_message() -> Non
     clock = ManualClock()
     store = MemoryIndexStore(clock)
     engine = engine_of(store, clock)
-    keyspace = (await engine.open_keyspace("t", "k", SPEC)).keyspace.keyspace_id
-    lease = await engine.register_node(NODE, 0)
+    keyspace = (await engine.keyspaces.open("t", "k", SPEC)).keyspace.keyspace_id
+    lease = await engine.nodes.register(NODE, 0)
     announced = await engine.open_announce(NODE.node_id, lease.incarnation, lease.announce_epoch)
-    watches = [engine.watch("t", "", b"", for_replica=True) for _ in range(2)]
+    watches = [engine.watches.watch("t", "", b"", for_replica=True) for _ in range(2)]
     for watch in watches:
         await resync(watch)
     hashes = [bytes([number]) * 16 for number in range(12)]  # three in each of four streams

@@ -71,7 +71,7 @@ async def test_a_cluster_that_serves_nothing_is_an_error_and_not_empty() -> None
 async def test_of_several_chains_those_within_reach_are_read() -> None:
     nodes = cast("RedisNodeDirectory", None)  # reads ask for none
     reads, changes = group_of(DOWN, [None, b"value"]), group_of(None, None)  # a group that is not split
-    store = RedisLocationStore(reads, changes, nodes, key_prefix=b"kv", tombstone_ms=1)
+    store = RedisLocationStore(reads, changes, nodes, key_prefix=b"kv")
     queries = [
         ChainQuery(keyspace=bytes(16), chunk_hashes=bytes([0] * 14) + number.to_bytes(2, "big")) for number in range(64)
     ]

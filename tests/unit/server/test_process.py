@@ -63,7 +63,7 @@ def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -
     async def main(stop: Stop) -> None:
         assert asyncio.get_running_loop() is made[0]
 
-    assert run_service(main, service="test", loop_factory=fast_loop_factory()) == 0
+    assert run_service(main, service="test") == 0
 
 
 def test_without_it_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:

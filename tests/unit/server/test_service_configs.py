@@ -7,6 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from kvpool.core.errors import StartupFailed
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_index.config import IndexConfig
 from kvpool_pagestore.config import PageStoreConfig
@@ -69,3 +70,15 @@ def test_every_setting_has_a_flag_a_variable_and_help(config: type[Any], prefix:
             assert getattr(found, field.name) != default, f"{config.__name__}.{field.name}: {argv or changed}"
             tried += 1
     assert tried > 30
+
+
+@pytest.mark.parametrize(
+    ("flag", "allowed"), [("--log-level", "debug, info, warning, error"), ("--log-format", "logfmt, json")]
+)
+@pytest.mark.parametrize(("config", "prefix"), SERVICES, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_log_setting_that_does_not_exist_is_refused_with_those_that_do(
+    config: type[Any], prefix: str, flag: str, allowed: str
+) -> None:
+    env = {f"{prefix}_{name.upper()}": value for name, value in required(config).items()}
+    with pytest.raises(StartupFailed, match=rf"{flag} \(env .*\) must be one of {allowed}, got 'loud'"):
+        load_config(config, prog="test", env_prefix=prefix, argv=[flag, "loud"], env=env)

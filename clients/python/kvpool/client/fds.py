@@ -33,7 +33,6 @@ class FetchedFd:
 
     fd: int  # close-on-exec
     size_bytes: int
-    generation: int
 
 
 def descriptor_path(endpoint: str, announced: str) -> str:
@@ -58,7 +57,7 @@ def fetch_fd(path: Path | str, token: bytes, number: int, *, timeout_s: float = 
         header = exchange.receive()
         if len(exchange.fds) != 1:
             raise ServiceUnavailable(f"{path} sent {len(exchange.fds)} descriptors instead of one")
-        return FetchedFd(exchange.fds.pop(), header.size_bytes, header.generation)
+        return FetchedFd(exchange.fds.pop(), header.size_bytes)
 
 
 def offer_fd(path: Path | str, token: bytes, number: int, size_bytes: int, fd: int, *, timeout_s: float = 5.0) -> None:

@@ -248,7 +248,6 @@ class IndexClient:
         self,
         *,
         keyspace: bytes = b"",
-        after_position: str = "",
         for_replica: bool = False,
         now_s: Callable[[], float] = time.monotonic,
     ) -> AsyncGenerator[IndexEvent]:
@@ -258,9 +257,7 @@ class IndexClient:
         counts the time on the way; now_s is the clock for that.
         Close it (`aclose`, or contextlib.aclosing) when done. raises: what cannot be cured by reconnecting.
         """
-        return watch_events(
-            self._endpoints, keyspace=keyspace, after_position=after_position, for_replica=for_replica, now_s=now_s
-        )
+        return watch_events(self._endpoints, keyspace=keyspace, for_replica=for_replica, now_s=now_s)
 
     async def list_chain_groups(self, keyspace: bytes, *, timeout_s: float | None = None) -> AsyncGenerator[bytes]:
         """The heads of all chain groups of a keyspace in which any chunk is stored, many 16-byte hashes at a time.

@@ -22,9 +22,9 @@ from kvpool.client.store_values import OpenedShards, PayloadCopy, WantedPage
 from kvpool.client.store_writing import WindowWritten
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.cancel import CancelToken
-from kvpool.core.cluster import Location, NodeInfo, RemoteSource, StaleLocation
+from kvpool.core.cluster import NodeInfo, RemoteSource, stale_locations
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, ServiceUnavailable
-from kvpool.core.outcome import Admission, Tier
+from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey, page_bytes, payload_view, seal, verify
 
 _log = logging.getLogger(__name__)
@@ -117,16 +117,9 @@ class StreamTransport:
     async def report_stale(self, space: OpenedShards, stale: Sequence[tuple[WantedPage, RemoteSource]]) -> None:
         """Tell the index that sources did not have what it had of them: a hint, which may fail."""
         locations = [
-            StaleLocation(
-                keyspace=space.keyspace,
-                chunk_hash=page.chunk.chunk_hash,
-                group_head_hash=page.chunk.group_head_hash,
-                location=Location(
-                    node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << page.shard
-                ),
-            )
+            location
             for page, source in stale
-            for tier in (Tier.STAGING, Tier.DISK)
+            for location in stale_locations(space.page_key(page.chunk, page.shard), page.chunk.group_head_hash, source)
         ]
         try:
             await self._index.report_stale(locations, timeout_s=self._config.call_timeout_s)

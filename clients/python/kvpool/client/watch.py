@@ -33,16 +33,15 @@ async def watch_events(
     endpoints: Endpoints[IndexServiceAsyncStub],
     *,
     keyspace: bytes,
-    after_position: str,
     for_replica: bool = False,
     now_s: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[IndexEvent]:
     """Yield events, at least once each; after a break it resumes behind the last one it yielded.
 
-    A break before the first event of a watch without a position may have lost some: a ResyncEvent says so. A watch for
-    a replica needs none from here, because the index begins it with one.
+    A break before the first event may have lost some: a ResyncEvent says so. A watch for a replica needs none from
+    here, because the index begins it with one.
     """
-    position = after_position
+    position = ""
     opened_before = False
     backoff = Backoff(endpoints.config.backoff_initial_s, endpoints.config.backoff_max_s)
     while True:

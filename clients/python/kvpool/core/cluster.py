@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvpool.core.outcome import Tier
+
+if TYPE_CHECKING:
+    from kvpool.core.page import PageKey
 
 CHAIN_GROUP_CHUNKS = 16  # consecutive chunks of a chain that the index keeps together
 ALL_SHARDS = (1 << 64) - 1
@@ -135,6 +138,19 @@ class RemoteSource:
     node_id: bytes  # 16 bytes
     incarnation: int
     bulk_endpoint: str
+
+
+def stale_locations(key: PageKey, group_head_hash: bytes, source: RemoteSource) -> list[StaleLocation]:
+    """Return what to report when `source` did not hold a page that it was said to hold: its locations in both tiers."""
+    return [
+        StaleLocation(
+            keyspace=key.keyspace,
+            chunk_hash=key.chunk_hash,
+            group_head_hash=group_head_hash,
+            location=Location(node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << key.shard),
+        )
+        for tier in (Tier.STAGING, Tier.DISK)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,13 +182,6 @@ class TlsFailed(ServiceUnavailable):
     advice = "nothing is sent in the clear instead"
 
 
-class NodeUnknown(KvPoolError):
-    """The node has no live lease."""
-
-    reason = "NODE_UNKNOWN"
-    advice = "register the node again"
-
-
 class Draining(KvPoolError):
     """The service is shutting down and takes no new work."""
 

@@ -6,7 +6,7 @@ the client sends one request frame, the server one reply frame, and both close. 
 Request, 56 bytes: magic, version u8, kind u8, 2 zero bytes, token (32 bytes, one-time, from the gRPC session),
 id u64, size u64 (OFFER only, else 0). An OFFER carries exactly one descriptor, a FETCH none.
 
-Reply, 28 bytes: magic, version u8, ok u8, 2 zero bytes, size u64, generation u64, reason length u16, message
+Reply, 28 bytes: magic, version u8, ok u8, 2 zero bytes, size u64, 8 zero bytes, reason length u16, message
 length u16; then reason (ASCII) and message (UTF-8), both empty when ok. The reply to a FETCH that is ok carries
 exactly one descriptor, any other reply none. Descriptors travel with the first byte of their frame.
 """
@@ -25,7 +25,7 @@ MAX_MESSAGE_BYTES: Final = 1024
 _MAGIC: Final = b"KVFD"
 _VERSION: Final = 1
 _REQUEST: Final = struct.Struct("<4sBB2x32sQQ")
-_REPLY: Final = struct.Struct("<4sBB2xQQHH")
+_REPLY: Final = struct.Struct("<4sBB2xQ8xHH")
 
 REQUEST_BYTES: Final = _REQUEST.size
 REPLY_HEADER_BYTES: Final = _REPLY.size
@@ -54,7 +54,6 @@ class FdReplyHeader:
 
     ok: bool
     size_bytes: int
-    generation: int
     reason_bytes: int
     message_bytes: int
 
@@ -79,21 +78,21 @@ def unpack_request(frame: bytes) -> FdRequest:
     return FdRequest(FdKind(kind), token, number, size_bytes)
 
 
-def pack_reply(size_bytes: int, generation: int) -> bytes:
+def pack_reply(size_bytes: int) -> bytes:
     """The reply to a request that was granted."""
-    return _REPLY.pack(_MAGIC, _VERSION, 1, size_bytes, generation, 0, 0)
+    return _REPLY.pack(_MAGIC, _VERSION, 1, size_bytes, 0, 0)
 
 
 def pack_refusal(reason: str, message: str) -> bytes:
     """The reply to a request that failed: a KvPoolError's reason and message, cut to the frame's limits."""
     reason_data = reason.encode("ascii", "replace")[:MAX_REASON_BYTES]
     message_data = message.encode()[:MAX_MESSAGE_BYTES]
-    return _REPLY.pack(_MAGIC, _VERSION, 0, 0, 0, len(reason_data), len(message_data)) + reason_data + message_data
+    return _REPLY.pack(_MAGIC, _VERSION, 0, 0, len(reason_data), len(message_data)) + reason_data + message_data
 
 
 def unpack_reply_header(frame: bytes) -> FdReplyHeader:
     """Read exactly REPLY_HEADER_BYTES. Raises InvalidRequest when no kvpool server wrote this."""
-    magic, version, ok, size_bytes, generation, reason_bytes, message_bytes = _REPLY.unpack(frame)
+    magic, version, ok, size_bytes, reason_bytes, message_bytes = _REPLY.unpack(frame)
     if magic != _MAGIC or version != _VERSION or reason_bytes > MAX_REASON_BYTES or message_bytes > MAX_MESSAGE_BYTES:
         raise InvalidRequest(f"not a version {_VERSION} descriptor reply; client and server must be of one version")
-    return FdReplyHeader(ok == 1, size_bytes, generation, reason_bytes, message_bytes)
+    return FdReplyHeader(ok == 1, size_bytes, reason_bytes, message_bytes)

@@ -62,7 +62,7 @@ def encode_page_frame(frame: BulkFrame) -> bytes:
     head = frame.head.SerializeToString()
     if not len(frame.data):  # proto3 leaves an empty field out
         return head
-    return b"".join((head, _LAST_TAG, _varint(len(frame.data)), frame.data))
+    return b"".join((head, _LAST_TAG, varint(len(frame.data)), frame.data))
 
 
 def decode_page_frame(message: bytes) -> BulkFrame:
@@ -76,10 +76,10 @@ def encode_write_request(request: BulkFrame | pb.WritePagesOpen) -> bytes:
         return pb.WritePagesRequest(open=request).SerializeToString()
     head, data = request.head.SerializeToString(), request.data
     if not len(data):
-        return b"".join((_LAST_TAG, _varint(len(head)), head))
-    data_prefix = _LAST_TAG + _varint(len(data))
+        return b"".join((_LAST_TAG, varint(len(head)), head))
+    data_prefix = _LAST_TAG + varint(len(data))
     frame_bytes = len(head) + len(data_prefix) + len(data)
-    return b"".join((_LAST_TAG, _varint(frame_bytes), head, data_prefix, data))
+    return b"".join((_LAST_TAG, varint(frame_bytes), head, data_prefix, data))
 
 
 def decode_write_request(message: bytes) -> BulkFrame | pb.WritePagesOpen:
@@ -167,7 +167,8 @@ def _read_varint(view: memoryview, position: int) -> tuple[int, int] | None:
     return None
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A number >= 0 as protobuf writes it."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

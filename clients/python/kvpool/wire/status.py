@@ -47,7 +47,6 @@ STATUS_BY_ERROR: Final[Mapping[type[KvPoolError], grpc.StatusCode]] = MappingPro
         errors.WireVersionRefused: grpc.StatusCode.FAILED_PRECONDITION,
         errors.DrainBlocked: grpc.StatusCode.FAILED_PRECONDITION,
         errors.KeyspaceUnknown: grpc.StatusCode.NOT_FOUND,
-        errors.NodeUnknown: grpc.StatusCode.NOT_FOUND,
         errors.PageMissing: grpc.StatusCode.NOT_FOUND,
         errors.PageCorrupt: grpc.StatusCode.DATA_LOSS,
         errors.ArenaFull: grpc.StatusCode.RESOURCE_EXHAUSTED,

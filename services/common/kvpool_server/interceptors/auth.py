@@ -18,7 +18,6 @@ class Identity:
     """An authenticated caller."""
 
     tenant: str
-    subject: str  # who within the tenant, for logs
 
 
 class Authenticator(Protocol):
@@ -32,7 +31,7 @@ class DefaultTenantAuthenticator:
     """Takes every caller for the one configured tenant: for clusters without authentication."""
 
     def __init__(self, tenant: str) -> None:
-        self._identity = Identity(tenant=tenant, subject="anonymous")
+        self._identity = Identity(tenant)
 
     def authenticate(self, metadata: Metadata) -> Identity | None:
         return self._identity

@@ -17,7 +17,7 @@ from kvpool.core.location_digest import (
     range_buckets,
     range_of,
 )
-from kvpool_server.node.chunk_directory import Cell
+from kvpool_server.node.chunk_directory import Cell, range_of_cell
 
 _Key = tuple[bytes, bytes, int]  # keyspace, chunk hash, tier
 
@@ -134,12 +134,12 @@ class AnnounceQueue:
     def busy_ranges(self) -> set[int]:
         """Ranges of which the index may not know everything yet."""
         busy = {range_of(entry.change.group_head_hash) for entry in self._pending.values()}
-        busy.update(map(_range_of, self._cells))
+        busy.update(map(range_of_cell, self._cells))
         return busy.union(*(batch.ranges() for batch in self._unacknowledged))
 
     def busy_cells(self, range_number: int) -> set[Cell]:
         """Cells of a range of which the index may not know everything yet."""
-        busy = {cell for cell in self._cells if _range_of(cell) == range_number}
+        busy = {cell for cell in self._cells if range_of_cell(cell) == range_number}
         changes = [entry.change for entry in self._pending.values()]
         for batch in self._unacknowledged:
             changes += batch.changes
@@ -181,7 +181,7 @@ class AnnounceQueue:
         for cell in cells:
             self._cells[cell] = None
             # Its group may be kept apart only since changes were dropped: they were those of its range then.
-            if isinstance(cell, PartSpan) and _range_of(cell) in self._dropped:
+            if isinstance(cell, PartSpan) and range_of_cell(cell) in self._dropped:
                 self._dropped.add(cell)
 
     def limit_items(self, items_max: int) -> None:
@@ -293,10 +293,6 @@ class AnnounceQueue:
     def _forget(self, cell: Cell) -> None:
         del self._cells[cell]
         self._dropped.discard(cell)
-
-
-def _range_of(cell: Cell) -> int:
-    return cell if isinstance(cell, int) else range_of(cell.group_head)
 
 
 def _split(

@@ -39,6 +39,11 @@ Cell = int | PartSpan
 """What is compared and replaced at once: one part of a large group, or all else in the digest range of this number."""
 
 
+def range_of_cell(cell: Cell) -> int:
+    """The digest range that a cell lies in."""
+    return cell if isinstance(cell, int) else range_of(cell.group_head)
+
+
 class LocationTruth(Protocol):
     """The owner of what is announced. Called on the event loop; each answer is true at the moment of the call."""
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from kvpool.client.index import IndexClient
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.core.cluster import (
-    Location,
     LocationChange,
     NodeInfo,
     NodeLease,
@@ -21,19 +20,18 @@ from kvpool.core.cluster import (
     RegistrationAttempt,
     RemoteSource,
     StaleLocation,
+    stale_locations,
 )
 from kvpool.core.errors import (
     DeadlineExceeded,
     KeyspaceUnknown,
     KvPoolError,
     LeaseLost,
-    NodeUnknown,
     ServiceUnavailable,
     StaleIncarnation,
     StoreUnavailable,
     WireVersionRefused,
 )
-from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool_server.node.announce_queue import AnnounceQueue
 from kvpool_server.node.announcer import Announcer
@@ -45,7 +43,6 @@ _log = logging.getLogger(__name__)
 _DROP_TIMEOUT_S = 600.0  # of all locations in a keyspace: a million take half a minute
 _UNREACHED: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
 _LATER: tuple[type[KvPoolError], ...] = (*_UNREACHED, WireVersionRefused)
-_LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +302,7 @@ class NodeLink:
             )
             self._on_policy_version(renewal.policy_version)
             return (renewal.renew_interval_ms or lease.renew_interval_ms) / 1e3
-        except _LOST:
+        except LeaseLost:
             await self._register_again(lease)
         return 0.0
 
@@ -335,7 +332,7 @@ class NodeLink:
     async def _announce(self, lease: NodeLease) -> None:
         try:
             await self._announcer.run(lease)
-        except _LOST:
+        except LeaseLost:
             await self._register_again(lease)
 
     def _acknowledged(self) -> None:
@@ -370,13 +367,7 @@ class _StaleReports:
 
     def add_page(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
         """Queue a report that `source` did not hold a page that it was said to hold, in any tier."""
-        for tier in (Tier.STAGING, Tier.DISK):
-            place = Location(node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << key.shard)
-            self._pending.append(
-                StaleLocation(
-                    keyspace=key.keyspace, chunk_hash=key.chunk_hash, group_head_hash=group_head_hash, location=place
-                )
-            )
+        self._pending.extend(stale_locations(key, group_head_hash, source))
         self._work.set()
 
     async def run(self) -> None:

@@ -19,7 +19,6 @@ from kvpool.core.errors import (
     DeadlineExceeded,
     KvPoolError,
     LeaseLost,
-    NodeUnknown,
     NotServed,
     StaleIncarnation,
     StoreUnavailable,
@@ -27,7 +26,7 @@ from kvpool.core.errors import (
 from kvpool.core.keyspace import keyspace_id
 from kvpool.core.location_digest import RANGE_COUNT, PartSpan, range_of
 from kvpool_server.node.announce_queue import AnnounceQueue
-from kvpool_server.node.chunk_directory import Cell, ChunkDirectory, LocationTruth
+from kvpool_server.node.chunk_directory import Cell, ChunkDirectory, LocationTruth, range_of_cell
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,6 @@ _LATER: tuple[type[KvPoolError], ...] = (
     StoreUnavailable,
     DeadlineExceeded,
     LeaseLost,
-    NodeUnknown,
     NotServed,
 )
 
@@ -134,7 +132,7 @@ class Reconciler:
         """Learn what is announced; to be called before it is queued."""
         cells = set(map(self._directory.note, changes))
         self._touched_cells |= cells
-        self._touched.update(map(_range_of, cells))
+        self._touched.update(map(range_of_cell, cells))
 
     def drop_keyspace(self, keyspace: bytes) -> None:
         """A keyspace was cleared, without announcing each of its chunks."""
@@ -328,7 +326,7 @@ class Reconciler:
         theirs = await self._ask_split(number)
         if not theirs.keys() <= own.keys():
             return chosen  # another one was split
-        changed = busy.union(cell for cell in self._touched_cells if _range_of(cell) == number)
+        changed = busy.union(cell for cell in self._touched_cells if range_of_cell(cell) == number)
         differing = [number] if own_rest != reduce(xor, map(_total, theirs.values()), digest) else []
         cells: list[Cell] = [*differing, *_differing_parts(own, theirs)]
         self._replace(cell for cell in cells if cell not in changed and (chosen is None or cell in chosen))
@@ -424,10 +422,6 @@ def _differing_parts(
 
 def _total(digests: Sequence[int]) -> int:
     return reduce(xor, digests, 0)
-
-
-def _range_of(cell: Cell) -> int:
-    return cell if isinstance(cell, int) else range_of(cell.group_head)
 
 
 def _order(cell: Cell) -> int:

@@ -166,7 +166,7 @@ class ReplicaTable:
         self._asked_count += 1
         return Asked(self._epoch, self._stamp)
 
-    def end(self, asked: Asked) -> None:
+    def end(self) -> None:
         """The question has been answered, and learned from, or will not be."""
         self._asked_count -= 1
         if not self._asked_count:

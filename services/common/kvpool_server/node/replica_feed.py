@@ -123,7 +123,7 @@ class LocationReplica:
             _log.debug("the rest of a chain could not be asked for: %s", error)
             return known
         finally:
-            self._table.end(asked)
+            self._table.end()
         return _joined(known, found)
 
     def known(self, query: ChainQuery) -> tuple[ChainMatch, MatchedBy]:

@@ -37,7 +37,7 @@ from kvpool_index.core.entries import (
     removal_of,
 )
 from kvpool_index.core.events import ChunkState
-from kvpool_index.ports import StreamFence
+from kvpool_index.ports import TOMBSTONE_S, StreamFence
 
 KeyT = TypeVar("KeyT")
 
@@ -92,12 +92,11 @@ def fold(digests: dict[KeyT, int], key: KeyT, difference: int) -> None:
 
 
 class MemoryLocationStore:
-    """LocationStore over dicts. An empty group remembers its fences and version for `tombstone_s`."""
+    """LocationStore over dicts. An empty group remembers its fences and version for TOMBSTONE_S."""
 
-    def __init__(self, clock: Clock, nodes: MemoryNodeDirectory, *, tombstone_s: float) -> None:
+    def __init__(self, clock: Clock, nodes: MemoryNodeDirectory) -> None:
         self._clock = clock
         self._nodes = nodes
-        self._tombstone_s = tombstone_s
         self._groups: dict[bytes, dict[bytes, _Group]] = {}
         self._empty: dict[tuple[bytes, bytes], float] = {}  # in the order in which they became empty
         self._digests: dict[tuple[int, int], int] = {}  # by ordinal and range
@@ -279,7 +278,7 @@ class MemoryLocationStore:
         self._empty[keyspace, head] = self._clock.monotonic_s()
 
     def _forget_tombstones(self) -> None:
-        horizon_s = self._clock.monotonic_s() - self._tombstone_s
+        horizon_s = self._clock.monotonic_s() - TOMBSTONE_S
         while self._empty:
             (keyspace, head), since_s = next(iter(self._empty.items()))
             if since_s > horizon_s:
@@ -301,13 +300,12 @@ class MemoryIndexStore:
         *,
         chunk_stream_count: int = 4,
         stream_entries: int = 512,
-        tombstone_s: float = 60.0,
     ) -> None:
         self.events = MemoryEventLog(stream_count=chunk_stream_count + 1, max_entries=stream_entries)
         self.nodes = MemoryNodeDirectory(clock, self.events)
         self.keyspaces = MemoryKeyspaceRegistry(clock)
         self.policies = MemoryPolicyRegistry(clock)
-        self.locations = MemoryLocationStore(clock, self.nodes, tombstone_s=tombstone_s)
+        self.locations = MemoryLocationStore(clock, self.nodes)
 
     async def check_layout(self) -> None:
         """Do nothing: other releases cannot write to this memory."""

@@ -60,7 +60,7 @@ from kvpool_index.core.entries import (
     whole_groups,
 )
 from kvpool_index.core.events import ChunkState
-from kvpool_index.ports import StreamFence
+from kvpool_index.ports import TOMBSTONE_S, StreamFence
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ _STEP_CHUNKS: Final = 2048
 _GLOB: Final = frozenset(b"*?[]\\^-")
 _ANY_TAG: Final = b"{???}"
 _DIGEST_BYTES: Final = 8
+_TOMBSTONE_MS: Final = b"%d" % (TOMBSTONE_S * 1000)
 _REMEMBERED: Final = 4096  # split groups, 0.2 KiB each
 _DIGESTED_AT_ONCE: Final = 16  # parts, 12 ms of Redis's time if each of their chunks is at 64 nodes
 _CURSOR_DIGITS: Final = 20  # of SSCAN
@@ -100,7 +101,6 @@ class RedisLocationStore:
         nodes: RedisNodeDirectory,
         *,
         key_prefix: bytes,
-        tombstone_ms: int,
     ) -> None:
         self._reads = reads
         self._changes = changes
@@ -111,7 +111,6 @@ class RedisLocationStore:
         self._digest_keys = [key_prefix + b":d:" + range_tag(number) for number in range(RANGE_COUNT)]
         self._group_keys = [key_prefix + b":g:" + range_tag(number) for number in range(RANGE_COUNT)]
         self._split_keys = [split_groups_key(key_prefix, number) for number in range(RANGE_COUNT)]
-        self._tombstone_ms = b"%d" % tombstone_ms
         self._split_places: dict[bytes, None] = {}  # keyspace and head of groups that were split, the latest last
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
@@ -438,7 +437,7 @@ class RedisLocationStore:
         number = range_of(place)
         keys = [self._prefixes[number] + place, self._digest_keys[number]]
         keys += [self._group_keys[number]] if part is None else [self._split_keys[number], part]
-        return pack_script(_APPLY, keys, self._tombstone_ms, *words)
+        return pack_script(_APPLY, keys, _TOMBSTONE_MS, *words)
 
     def _span_keys(self, span: PartSpan) -> tuple[bytes, bytes]:
         """The keys of a group and of one of its parts."""

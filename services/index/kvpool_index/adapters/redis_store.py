@@ -166,7 +166,6 @@ def _facts(info: bytes) -> RedisFacts:
         raise StoreUnavailable(f"INFO has a value that is not a number: {error}") from error
 
 
-_TOMBSTONE_MS: Final = 60_000
 _CHECK_INTERVAL_S: Final = 1.0
 
 
@@ -219,7 +218,7 @@ class RedisIndexStore:
         )
         self.keyspaces = RedisKeyspaceRegistry(self._control, self.redis, key_prefix=prefix)
         self.policies = RedisPolicyRegistry(self._control, self.redis, key_prefix=prefix)
-        self.locations = RedisLocationStore(reads, changes, self.nodes, key_prefix=prefix, tombstone_ms=_TOMBSTONE_MS)
+        self.locations = RedisLocationStore(reads, changes, self.nodes, key_prefix=prefix)
 
     async def check_layout(self) -> None:
         with suppress(StoreUnavailable, Overloaded, ConnectionError):  # out of reach, or refused: the latter is noted

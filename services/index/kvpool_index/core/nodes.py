@@ -54,7 +54,6 @@ class NodeTable:
         self._expires_at_s: dict[bytes, float] = {}  # local monotonic time
         self._ids: dict[int, bytes] = {}  # by ordinal, of those that have not ended
         self._renewed: dict[bytes, NodeRecord] | None = None  # since `replacing` began
-        self.refresh_count = 0
 
     def replacing(self, records: Sequence[NodeRecord], asked_at_s: float) -> Iterator[None]:
         """Take the store's whole answer in steps of REFRESH_STEP_NODES, between which others may have their turn; all
@@ -81,7 +80,6 @@ class NodeTable:
                 expires_at_s[node_id] = max(expires_at_s[node_id], self._expires_at_s[node_id])
         self._renewed = None
         self._records, self._expires_at_s, self._ids = by_id, expires_at_s, ids
-        self.refresh_count += 1
 
     def put(self, record: NodeRecord, asked_at_s: float) -> None:
         """Take one record that is newer than the table's, such as a registration served here."""

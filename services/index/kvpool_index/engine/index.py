@@ -2,38 +2,20 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from kvpool.core.clock import Clock
-from kvpool.core.cluster import (
-    UNNUMBERED,
-    ChainMatch,
-    ChainQuery,
-    IndexEvent,
-    IndexInfo,
-    LiveNode,
-    NodeInfo,
-    NodeKind,
-    NodeLease,
-    RegistrationAttempt,
-    RouteAnswer,
-    StaleLocation,
-)
+from kvpool.core.cluster import IndexInfo, NodeInfo
 from kvpool.core.errors import Draining, InvalidRequest, StoreUnavailable
-from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.core.location_digest import SplitGroup
-from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.nodes import Renewal
 from kvpool_index.engine.announce import AnnounceService, AnnounceStream, ReconcileService
 from kvpool_index.engine.dead_locations import DeadLocations
-from kvpool_index.engine.keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, PolicyService, SecretOf
-from kvpool_index.engine.log_reader import LogReader
+from kvpool_index.engine.keyspaces import KeyspaceService, PolicyService, SecretOf
 from kvpool_index.engine.match import MatchService, RouteService
-from kvpool_index.engine.nodes import LeaseService, LeaseTerms, NodeService, Refusals
+from kvpool_index.engine.nodes import LeaseService, NodeService
 from kvpool_index.engine.watch import WatchService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore, LocationStore
@@ -130,107 +112,49 @@ class IndexEngine:
         self.streams = OpenStreams()
         self._store = store
         self._version = version
-        self._metrics = metrics
         if store.redis is not None:
             metrics.add_redis(store.redis)
-        self._keyspaces = KeyspaceService(
+        self.keyspaces = KeyspaceService(
             store.keyspaces,
             store.policies,
             secret_of,
             max_keyspaces=config.max_keyspaces,
             idle_s=config.keyspace_idle_s,
         )
-        self._policies = PolicyService(store.keyspaces, store.policies, store.nodes)
-        self._nodes = NodeService(store.nodes, config, clock, metrics)
-        self._leases = LeaseService(self._nodes, self._policies, config)
-        self._dead = DeadLocations(
-            store.locations, self._nodes, self._keyspaces, metrics, interval_s=config.sweep_interval_s
+        self.policies = PolicyService(store.keyspaces, store.policies, store.nodes)
+        self.nodes = NodeService(store.nodes, config, clock, metrics)
+        self.leases = LeaseService(self.nodes, self.policies, config)
+        self.dead_locations = DeadLocations(
+            store.locations, self.nodes, self.keyspaces, metrics, interval_s=config.sweep_interval_s
         )
-        self._matches = MatchService(store, self._nodes, self._keyspaces, config, self._dead, metrics, tracer)
-        self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
-        self._announcements = AnnounceService(store.locations, store.events, self._nodes, self._keyspaces, metrics)
-        self._reconciliation = ReconcileService(store.locations, self._announcements, store.nodes, metrics)
+        self.matches = MatchService(store, self.nodes, self.keyspaces, self.dead_locations, metrics, tracer)
+        self.routes = RouteService(self.matches, self.nodes, self.keyspaces, config)
+        self.announcements = AnnounceService(store.locations, store.events, self.nodes, self.keyspaces, metrics)
+        self.reconciliation = ReconcileService(store.locations, self.announcements, store.nodes, metrics)
         self._listings = GroupListings(store.locations)
-        self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics, clock, uniform)
-
-    @property
-    def watch_reader(self) -> LogReader:
-        """The reader of the event log."""
-        return self._watches.reader
+        self.watches = WatchService(store.events, self.nodes, self.keyspaces, config, metrics, clock, uniform)
 
     def background_work(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """Named coroutines that must run as long as the service does."""
         return [
             ("look-after-store", self._store.run()),
-            ("refresh-nodes", self._nodes.run()),
-            ("remove-dead", self._dead.run_removals()),
-            ("sweep", self._dead.run_sweeps()),
+            ("refresh-nodes", self.nodes.run()),
+            ("remove-dead", self.dead_locations.run_removals()),
+            ("sweep", self.dead_locations.run_sweeps()),
         ]
-
-    async def sweep(self) -> int:
-        """Remove now what nodes that are gone for good left behind; the number of entries. See DeadLocations."""
-        return await self._dead.sweep()
-
-    def drain(self) -> None:
-        """End all open streams; their callers go on with another replica."""
-        self.streams.end_all()
 
     async def close(self) -> None:
         """End what the engine has started itself."""
-        await self._watches.close()
+        await self.watches.close()
         await self._listings.close()
-        await self._leases.close()
-
-    async def open_keyspace(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
-        """Bind a name to a spec. Raises InvalidRequest, KeyspaceMismatch."""
-        return await self._keyspaces.open(tenant, name, spec)
-
-    async def list_keyspaces(self, tenant: str) -> list[KnownKeyspace]:
-        """Return the tenant's keyspaces by name."""
-        return await self._keyspaces.of_tenant(tenant)
-
-    async def register_node(
-        self, info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt = UNNUMBERED
-    ) -> NodeLease:
-        """Grant a lease. Raises InvalidRequest, StaleIncarnation."""
-        return await self._nodes.register(info, last_incarnation, attempt)
-
-    async def set_policy(self, tenant: str, name: str, policy: KeyspacePolicy) -> VersionedPolicy:
-        """Replace a keyspace's policy. Raises KeyspaceUnknown, InvalidRequest."""
-        return await self._policies.set(tenant, name, policy)
-
-    async def policies_of(self, keyspaces: Sequence[bytes]) -> dict[bytes, VersionedPolicy]:
-        """Return the policies of those keyspaces that have one, by keyspace."""
-        return await self._policies.of(keyspaces)
-
-    async def keyspace_policies(self, keyspaces: Sequence[bytes]) -> tuple[list[VersionedPolicy], int]:
-        """Return the policies of those keyspaces that have one, and the version of all policies."""
-        return await self._policies.get(keyspaces)
-
-    async def restore_policies(
-        self, tenant: str, node_id: bytes, incarnation: int, kept: Sequence[tuple[bytes, VersionedPolicy]]
-    ) -> None:
-        """Restore what the store has lost. kept: with the encoding of each. Raises InvalidRequest, LeaseLost."""
-        await self._policies.restore(tenant, node_id, incarnation, kept)
-
-    async def renew_leases(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseTerms]:
-        """Renew leases; see LeaseService."""
-        return await self._leases.renew(renewals)
-
-    async def end_lease(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
-        """End a lease; idempotent. Raises StaleIncarnation."""
-        await self._nodes.end(node_id, incarnation, process_id)
-
-    async def list_nodes(self, kind: NodeKind | None) -> list[LiveNode]:
-        """Return live nodes by node id."""
-        return await self._nodes.live_nodes(kind)
+        await self.leases.close()
 
     async def open_announce(
         self, node_id: bytes, incarnation: int, announce_epoch: int, process_id: bytes = b""
     ) -> AnnounceStream:
         """Open an announce stream, which fences the node's earlier ones. Raises StaleIncarnation, LeaseLost."""
         fence = await self._store.nodes.open_stream(node_id, incarnation, announce_epoch, process_id)
-        return self._announcements.open(fence, self._reconciliation)
+        return self.announcements.open(fence, self.reconciliation)
 
     async def reconcile_digests(
         self,
@@ -247,52 +171,20 @@ class IndexEngine:
         """
         if encodings:
             await self._store.nodes.ordinal(node_id, incarnation)  # only a node that holds its lease restores any
-            await self._keyspaces.restore(tenant, encodings)
-        return await self._reconciliation.digests(node_id, incarnation, first_range, range_count)
-
-    async def split_groups(
-        self, node_id: bytes, incarnation: int, number: int, continuation: bytes
-    ) -> tuple[list[SplitGroup], bytes, int]:
-        """See ReconcileService.split_groups. Raises InvalidRequest, LeaseLost, StaleIncarnation."""
-        return await self._reconciliation.split_groups(node_id, incarnation, number, continuation)
-
-    async def match(self, tenant: str, query: ChainQuery) -> ChainMatch:
-        """Raises InvalidRequest, KeyspaceUnknown."""
-        return await self._matches.match(tenant, query)
-
-    async def match_several(self, tenant: str, queries: Sequence[ChainQuery]) -> list[ChainMatch]:
-        """The same for chains of one keyspace; see MatchService."""
-        return await self._matches.match_several(tenant, queries)
-
-    async def route(self, tenant: str, query: ChainQuery, *, with_unmatched: bool, count: int) -> RouteAnswer:
-        """Rank hosts by what they have of a chain. Raises InvalidRequest, KeyspaceUnknown."""
-        return await self._routes.route(tenant, query, with_unmatched=with_unmatched, count=count)
+            await self.keyspaces.restore(tenant, encodings)
+        return await self.reconciliation.digests(node_id, incarnation, first_range, range_count)
 
     async def place(self, tenant: str, keyspace: bytes, chain_head: bytes, host_id: str, count: int) -> list[NodeInfo]:
         """Raises InvalidRequest, KeyspaceUnknown."""
         if not 0 <= count <= _MAX_PLACED_NODES:
             raise InvalidRequest(f"count must be 0 to {_MAX_PLACED_NODES}, got {count}")
-        await self._keyspaces.get(tenant, keyspace)
-        return self._nodes.place(keyspace, chain_head, host_id, count or 1)
-
-    async def report_stale(self, tenant: str, stale: Sequence[StaleLocation]) -> list[bool]:
-        """Remove stale locations; returns per item whether it was there."""
-        return await self._announcements.report_stale(tenant, stale)
+        await self.keyspaces.get(tenant, keyspace)
+        return self.nodes.place(keyspace, chain_head, host_id, count or 1)
 
     async def chain_groups(self, tenant: str, keyspace: bytes) -> bytes:
         """Return the heads of all groups of a keyspace that have a chunk, joined. Raises KeyspaceUnknown."""
-        await self._keyspaces.get(tenant, keyspace)
+        await self.keyspaces.get(tenant, keyspace)
         return await self._listings.heads(keyspace)
-
-    async def drop_keyspace(self, tenant: str, keyspace: bytes, node_id: bytes) -> int:
-        """Remove a keyspace's locations; returns the number of chunks that lost one. Raises KeyspaceUnknown."""
-        return await self._announcements.drop(tenant, keyspace, node_id)
-
-    def watch(
-        self, tenant: str, after_position: str, keyspace: bytes, *, for_replica: bool = False, peer: str = ""
-    ) -> AsyncGenerator[IndexEvent, None]:
-        """Close the iterator to end the watch. Raises InvalidRequest, KeyspaceUnknown, Overloaded."""
-        return self._watches.watch(tenant, after_position, keyspace, for_replica=for_replica, peer=peer)
 
     async def info(self) -> IndexInfo:
         """Return limits and versions, and whether the store can be reached."""

@@ -36,7 +36,6 @@ class MatchService:
         store: IndexStore,
         nodes: NodeService,
         keyspaces: KeyspaceService,
-        config: IndexConfig,
         dead: DeadLocations,
         metrics: IndexMetrics,
         tracer: Tracer = NO_TRACER,
@@ -45,7 +44,6 @@ class MatchService:
         self._tracer, self._read_attributes = tracer, {"db.system.name": store.kind, "db.operation.name": "read_chain"}
         self._nodes = nodes
         self._keyspaces = keyspaces
-        self._config = config
         self._metrics = metrics
         self._known = MatchCache()
         self._dead = dead

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpool.core.clock import Clock
-from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad, RegistrationAttempt
+from kvpool.core.cluster import UNNUMBERED, LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import KvPoolError, Overloaded, StoreUnavailable
 from kvpool.core.placement import place
 from kvpool_index.config import IndexConfig
@@ -47,7 +47,9 @@ class NodeService:
         # Registrations and ends that this replica served since it last asked for a snapshot.
         self._changes: list[_Change] = []
 
-    async def register(self, info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt) -> NodeLease:
+    async def register(
+        self, info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt = UNNUMBERED
+    ) -> NodeLease:
         """Grant a lease. Raises InvalidRequest, StaleIncarnation."""
         check_registration(info, last_incarnation, attempt)
         if self.table.record(info.node_id) is None and len(self.table) >= self._config.max_nodes:
@@ -94,7 +96,7 @@ class NodeService:
                 self.table.renewed(one.node_id, one.incarnation, one.load, asked_at_s + one.lease_ttl_ms / 1000)
         return refusals
 
-    async def end(self, node_id: bytes, incarnation: int, process_id: bytes) -> None:
+    async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
         """End a lease; idempotent. Raises StaleIncarnation for that of another process."""
         await self._directory.end(node_id, incarnation, process_id)
         record = self.table.live_record(node_id, self._clock.monotonic_s())

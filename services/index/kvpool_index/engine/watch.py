@@ -40,7 +40,6 @@ class _Watcher:
     for_replica: bool
     buffer: WatchBuffer[_Item]
     opened_at_s: float
-    peer: str
     news: asyncio.Event = field(default_factory=asyncio.Event)
     lost_because: str = _BEHIND
 
@@ -89,7 +88,7 @@ class WatchService:
             await self._keyspaces.get(tenant, keyspace)
         wanted = Position.parse(after_position) if after_position else None
         buffer = WatchBuffer[_Item](self._config.watch_buffer_events)
-        watcher = _Watcher(Interest(tenant, keyspace), for_replica, buffer, opened_at_s, peer)
+        watcher = _Watcher(Interest(tenant, keyspace), for_replica, buffer, opened_at_s)
         async with self._starting:
             if len(self._watchers) >= self._config.max_watchers:
                 raise Overloaded(f"{self._config.max_watchers} watchers are open already")

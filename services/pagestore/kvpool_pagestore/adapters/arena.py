@@ -23,7 +23,7 @@ from typing import Final
 
 from kvpool.client.host_memory import cgroup_limit_bytes, meminfo
 from kvpool.core.errors import ArenaFull, StartupFailed
-from kvpool_pagestore.ports import SessionLocks
+from kvpool_server import flock
 
 _log = logging.getLogger(__name__)
 
@@ -65,9 +65,8 @@ class MemfdArena:
     /proc and /sys are searched for.
     """
 
-    def __init__(self, directory: Path, locks: SessionLocks, root: Path = Path("/")) -> None:
+    def __init__(self, directory: Path, root: Path = Path("/")) -> None:
         self._directory = directory
-        self._locks = locks
         self._root = root
         self._lock_fd = -1
         self._open: dict[int, _Mapping] = {}
@@ -92,7 +91,7 @@ class MemfdArena:
 
     def old_sessions(self) -> dict[bytes, dict[int, int]]:
         """Sessions of an earlier process: sizes, by id, of the segments that the peer of each one got."""
-        names = self._locks.list_session_files(self._directory)
+        names = flock.list_session_files(self._directory)
         return {bytes.fromhex(name): self._read_record(bytes.fromhex(name)) for name in names}
 
     def create_segment(self, segment_id: int, size_bytes: int) -> None:
@@ -122,16 +121,16 @@ class MemfdArena:
         _close(self._open.pop(segment_id))
 
     def create_session_file(self, session_id: bytes) -> int:
-        return self._locks.create_session_file(self._directory, session_id.hex())
+        return flock.create_session_file(self._directory, session_id.hex())
 
     def gone_sessions(self, session_ids: Sequence[bytes]) -> Sequence[bytes]:
-        return [one for one in session_ids if not self._locks.peer_alive(self._directory, one.hex())]
+        return [one for one in session_ids if not flock.peer_alive(self._directory, one.hex())]
 
     def forget_sessions(self, session_ids: Sequence[bytes]) -> None:
         for session_id in session_ids:
             self._recorded.pop(session_id, None)
             self._record_path(session_id).unlink(missing_ok=True)
-            self._locks.remove_session_file(self._directory, session_id.hex())
+            flock.remove_session_file(self._directory, session_id.hex())
 
     def close(self, *, remove: bool) -> None:
         """Unmap everything and let go of the directory. Idempotent.

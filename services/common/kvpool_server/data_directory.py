@@ -1,4 +1,4 @@
-"""The node's data directory: its lock and its node id."""
+"""The identity of a node: its data directory with a lock and a node id, and the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import uuid
 from pathlib import Path
 
 from kvpool.core.errors import StartupFailed
-from kvpool_pagestore.adapters.file_io import sync_directory
 
 
 class DataDirectory:
-    """Locked for as long as the process runs, so that two pagestores never share a node id or a disk tier."""
+    """Locked for as long as the process runs, so that two processes never share a node id or what lies beside it."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises StartupFailed naming the path and the cure."""
-        self.path = path
+    def __init__(self, path: Path, owner: str) -> None:
+        """owner: what a process that has the directory is called. Raises StartupFailed naming the path and the cure."""
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -28,7 +26,7 @@ class DataDirectory:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock_fd)
-            raise StartupFailed(f"data_dir {path} is in use by another pagestore; configure another") from None
+            raise StartupFailed(f"data_dir {path} is in use by another {owner}; configure another") from None
         self.node_id = _node_id(path / "node-id")
 
     def close(self) -> None:
@@ -45,7 +43,7 @@ def _node_id(path: Path) -> bytes:
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(path)
-            sync_directory(path.parent)
+            _sync_directory(path.parent)
         return uuid.UUID(path.read_text(encoding="ascii").strip()).bytes
     except OSError as error:
         raise StartupFailed(f"{path} cannot be read or written ({error.strerror}); repair the directory") from error
@@ -53,6 +51,14 @@ def _node_id(path: Path) -> bytes:
         raise StartupFailed(f"{path} holds no UUID; remove it to get a new node id") from error
 
 
-def host_identity(configured: str) -> str:
-    """The configured host id, or the kernel's boot id: equal for all processes of this machine."""
-    return configured or Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def boot_id() -> str:
+    """Return the kernel's boot id: equal for all processes of this machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
