@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpool_gpuagent.kernels.launching import Launch
 from kvpool_gpuagent.kernels.tables import CopyShape, PageColumn, copy_shape
 
 POISON = 0xA5
@@ -195,3 +196,8 @@ def pick_blocks(pages: int, positions: int, block_rows: int, blocks: int, device
     columns = math.ceil(positions / block_rows)
     generator = torch.Generator().manual_seed(positions)
     return torch.randperm(blocks, generator=generator)[: pages * columns].reshape(pages, columns).to(device)
+
+
+def start(launch: Launch, pages: Tensor, blocks: Tensor, planes: Tensor, *, programs: int | None = None) -> None:
+    """Run a launch over these tables, which lie on the device or in pinned memory."""
+    launch.start(len(pages), *(table.data_ptr() for table in (pages, blocks, planes)), programs=programs)

@@ -64,7 +64,8 @@ class QuantizedPages:
         rows = CopyShape(positions, block_rows, heads, row_bytes, unit, len(cache.views), cache.row_planes, UNIT_ROWS)
         shape = CodecShape(rows, codec, dtype)
         data = replace(cache.payload(positions), row_bytes=shape.data_row_bytes)
-        scales = replace(data, row_bytes=shape.scale_row_bytes, start=data.size_bytes)
+        scale_row_bytes = Codec(codec.value).format.scale_row_bytes(shape.row_elements, DTYPES[dtype])
+        scales = replace(data, row_bytes=scale_row_bytes, start=data.size_bytes)
         planes = cache.planes(data).cpu()
         for plane in range(len(cache.views)):
             planes[plane, PlaneColumn.SCALE_PAYLOAD_OFFSET] = scales.offset(plane)

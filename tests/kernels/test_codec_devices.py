@@ -15,11 +15,11 @@ from kvpool.core.layout import EngineLayout
 from kvpool.core.plane_table import PlaneTable
 from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
 from kvpool_gpuagent.kernels.codec_shapes import CodecShape, RowCodec
-from kvpool_gpuagent.kernels.dequantize import dequantize_scatter_pages
-from kvpool_gpuagent.kernels.quantize import gather_quantize_pages
+from kvpool_gpuagent.kernels.dequantize import dequantize_launch
+from kvpool_gpuagent.kernels.quantize import quantize_launch
 from kvpool_gpuagent.kernels.tables import CopyShape, PageColumn
 from tests.fixtures import layout_presets
-from tests.kernels.paged_caches import make_pages, random_bytes
+from tests.kernels.paged_caches import make_pages, random_bytes, start
 
 TORCH = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 CHUNK, BLOCK, BLOCKS = 32, 8, 11
@@ -56,8 +56,8 @@ def test_kernels_and_the_reference_write_the_same_pages(
         shape = CodecShape(rows, RowCodec(codec.value), TORCH[dtype])
         pages = make_pages(1, own.payload_bytes, own.plane_count, len(own.heads), device)
         pages.table[0, PageColumn.FIRST_PLANE] = own.first_plane
-        if own.is_whole:
-            gather_quantize_pages(pages.table.to(device), blocks, planes, shape)
+        if own.heads == grid.heads_of(shard):
+            start(quantize_launch(shape), pages.table.to(device), blocks, planes)
             expected = gather_payload_reference(spec, grid, shard, layout, handles, block_ids)
             assert np.array_equal(pages.payloads[0].cpu().numpy(), expected)
         else:
@@ -65,7 +65,7 @@ def test_kernels_and_the_reference_write_the_same_pages(
         payload = pages.payloads[0].cpu().numpy()
 
         pages.table[0, PageColumn.SKIP_TOKENS] = 13
-        dequantize_scatter_pages(pages.table.to(device), blocks, planes, shape)
+        start(dequantize_launch(shape), pages.table.to(device), blocks, planes)
         scatter_payload_reference(spec, grid, shard, layout, handles, block_ids, payload, 13)
         for ours, wanted in zip(memory, handles, strict=True):
             assert np.array_equal(ours.cpu().numpy(), wanted)

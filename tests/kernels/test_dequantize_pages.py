@@ -1,4 +1,4 @@
-"""dequantize_scatter_pages writes what kvpool.core.codecs decodes, where it is wanted, and nothing else."""
+"""dequantize_launch writes what kvpool.core.codecs decodes, where it is wanted, and nothing else."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,10 @@ import torch
 from kvpool.core import codecs
 from kvpool.core.elements import Codec
 from kvpool_gpuagent.kernels.codec_shapes import CodecShape, RowCodec
-from kvpool_gpuagent.kernels.dequantize import dequantize_rows_reference, dequantize_scatter_pages
+from kvpool_gpuagent.kernels.dequantize import dequantize_launch, dequantize_rows_reference
 from kvpool_gpuagent.kernels.scatter import scatter_pages_reference
 from kvpool_gpuagent.kernels.tables import CopyShape, PageColumn
-from tests.kernels.paged_caches import pick_blocks, random_bytes
+from tests.kernels.paged_caches import pick_blocks, random_bytes, start
 from tests.kernels.quantized_pages import DTYPES, QuantizedPages, float_cache
 from tests.kernels.test_quantize_pages import BF16, CASES, FP16, FP32, codec_cases
 
@@ -35,7 +35,7 @@ def check(quantized: QuantizedPages, skips: list[int]) -> None:
     expected = [buffer.clone() for buffer in cache.buffers]
     for buffer, old in zip(cache.buffers, before, strict=True):
         buffer.copy_(old)
-    dequantize_scatter_pages(quantized.page_table, quantized.blocks, quantized.planes, quantized.shape, programs=5)
+    start(dequantize_launch(quantized.shape), quantized.page_table, quantized.blocks, quantized.planes, programs=5)
     for buffer, wanted in zip(cache.buffers, expected, strict=True):
         assert torch.equal(buffer, wanted)
 
@@ -85,9 +85,11 @@ def test_the_last_token_alone_and_none(codec: RowCodec, skip: int, device: str) 
 def test_the_reference_with_native_casts_equals_the_codec(codec: RowCodec, dtype: torch.dtype) -> None:
     shape = CodecShape(CopyShape(8, 8, 1, 64 * dtype.itemsize, 16, 1, 1, 16), codec, dtype)
     data = random_bytes((64, shape.data_row_bytes), "cpu", seed=3)
-    scales = random_bytes((64, shape.scale_row_bytes), "cpu", seed=4)
+    scale_row_bytes = Codec(codec.value).format.scale_row_bytes(shape.row_elements, DTYPES[dtype])
+    scales = random_bytes((64, scale_row_bytes), "cpu", seed=4)
     expected = codecs.decode_rows(Codec(codec.value), DTYPES[dtype], data.numpy(), scales.numpy())
-    ours = dequantize_rows_reference(data, scales.view(shape.scale_dtype), codec, dtype, shape.group_elements)
+    scale_dtype = FP32 if codec is RowCodec.FP8_E4M3 else dtype
+    ours = dequantize_rows_reference(data, scales.view(scale_dtype), codec, dtype, shape.group_elements)
     theirs = torch.from_numpy(np.asarray(expected)).view(dtype)
     assert torch.equal(ours.isnan(), theirs.isnan())
     same = ours.view(torch.uint8).view(64, -1, dtype.itemsize) == torch.from_numpy(expected).view(
@@ -99,4 +101,4 @@ def test_the_reference_with_native_casts_equals_the_codec(codec: RowCodec, dtype
 def test_no_pages_is_no_launch(device: str) -> None:
     shape = CodecShape(CopyShape(16, 16, 1, 256, 16, 2, 2, 16), RowCodec.INT8_GROUP8, BF16)
     tables = [torch.empty((0, columns), dtype=torch.int64, device=device) for columns in (8, 1, 8)]
-    dequantize_scatter_pages(tables[0], tables[1], tables[2], shape)
+    start(dequantize_launch(shape), tables[0], tables[1], tables[2])

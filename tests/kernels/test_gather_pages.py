@@ -1,10 +1,10 @@
-"""gather_pages equals its reference bit for bit, and writes nothing else."""
+"""gather_launch equals its reference bit for bit, and writes nothing else."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvpool_gpuagent.kernels.gather import gather_pages, gather_pages_reference
+from kvpool_gpuagent.kernels.gather import gather_launch, gather_pages_reference
 from kvpool_gpuagent.kernels.tables import PageColumn, copy_shape
 from tests.kernels.paged_caches import (
     HEADER_BYTES,
@@ -14,6 +14,7 @@ from tests.kernels.paged_caches import (
     paged_cache,
     pick_blocks,
     random_bytes,
+    start,
 )
 
 # layout, tokens of a block, heads, bytes of a row
@@ -48,7 +49,7 @@ def gathered(
     expected = pages.slots.clone()
     rows = gather_pages_reference(cache.views, blocks, positions)
     places.put(expected[:, HEADER_BYTES : HEADER_BYTES + pages.payload_bytes], rows)
-    gather_pages(pages.table.to(blocks.device), blocks, planes, cache.shape(planes, positions))
+    start(gather_launch(cache.shape(planes, positions)), pages.table.to(blocks.device), blocks, planes)
     return pages.slots, expected
 
 
@@ -103,7 +104,7 @@ def test_absent_pages_and_planes_and_heads_beyond_a_pages_own_stay_poisoned(devi
     rows[1], rows[2, 1:], rows[3, :2], rows[4, :, :, 2] = POISON, POISON, POISON, POISON
     expected = torch.full_like(pages.payloads, POISON)
     places.put(expected, rows)
-    gather_pages(pages.table.to(device), blocks, planes, cache.shape(planes, POSITIONS))
+    start(gather_launch(cache.shape(planes, POSITIONS)), pages.table.to(device), blocks, planes)
     assert torch.equal(pages.payloads, expected)
 
 
@@ -120,8 +121,8 @@ def test_scale_planes_are_a_launch_of_their_own(device: str) -> None:
     expected = torch.full_like(pages.payloads, POISON)
     of_data.put(expected, gather_pages_reference(data.views, blocks, POSITIONS))
     of_scales.put(expected[:1], gather_pages_reference(scales.views, blocks[:1], POSITIONS))
-    gather_pages(pages.table.to(device), blocks, planes, data.shape(planes[:4], POSITIONS))
-    gather_pages(pages.table.to(device), blocks, planes, scales.shape(planes[4:], POSITIONS), scales=True)
+    start(gather_launch(data.shape(planes[:4], POSITIONS)), pages.table.to(device), blocks, planes)
+    start(gather_launch(scales.shape(planes[4:], POSITIONS), scales=True), pages.table.to(device), blocks, planes)
     assert torch.equal(pages.payloads, expected)
 
 
@@ -131,7 +132,7 @@ def test_a_few_programs_do_the_work_of_many(device: str) -> None:
     planes = cache.planes(places)
     pages = make_pages(3, places.size_bytes, 4, 8, device)
     blocks = pick_blocks(3, POSITIONS, 16, 32, device)
-    gather_pages(pages.table.to(device), blocks, planes, cache.shape(planes, POSITIONS), programs=5)
+    start(gather_launch(cache.shape(planes, POSITIONS)), pages.table.to(device), blocks, planes, programs=5)
     assert torch.equal(places.rows_of(pages.payloads), gather_pages_reference(cache.views, blocks, POSITIONS))
 
 
@@ -162,43 +163,7 @@ def test_nothing_to_do_launches_nothing(device: str) -> None:
     shape = copy_shape(
         [], positions=64, block_rows=16, most_heads=1, row_bytes=64, most_planes=2, row_planes=1, unit_rows=16
     )
-    gather_pages(empty, torch.zeros((0, 4), dtype=torch.int64, device=device), empty, shape)
-
-
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [
-        ("pages", torch.zeros((1, 7), dtype=torch.int64)),
-        ("pages", torch.zeros((1, 8), dtype=torch.int32)),
-        ("blocks", torch.zeros((1, 5), dtype=torch.int64)),
-        ("blocks", torch.zeros((2, 4), dtype=torch.int64)),
-        ("planes", torch.zeros((8, 8), dtype=torch.int64).T),
-        ("planes", torch.zeros((2, 16), dtype=torch.int64)[:, ::2]),
-        ("planes", torch.zeros(8, dtype=torch.int64)),
-    ],
-)
-def test_a_wrong_table_is_refused_by_name(name: str, table: Tensor, device: str) -> None:
-    if table.dim() == 2 and table.shape == (8, 8):
-        table = table[:, :7]
-    sizes = {"pages": (1, 8), "blocks": (1, 4), "planes": (1, 8)}
-    tables = {other: torch.zeros(size, dtype=torch.int64, device=device) for other, size in sizes.items()}
-    # As it lies: a plain copy to the device would be contiguous.
-    tables[name] = torch.empty_strided(table.shape, table.stride(), dtype=table.dtype, device=device)
-    shape = copy_shape(
-        [], positions=64, block_rows=16, most_heads=1, row_bytes=64, most_planes=1, row_planes=1, unit_rows=16
-    )
-    with pytest.raises(ValueError, match=rf"^{name} must"):
-        gather_pages(tables["pages"], tables["blocks"], tables["planes"], shape)
-
-
-@pytest.mark.gpu
-def test_pageable_tables_are_refused(device: str) -> None:
-    shape = copy_shape(
-        [], positions=64, block_rows=16, most_heads=1, row_bytes=64, most_planes=1, row_planes=1, unit_rows=16
-    )
-    table = torch.zeros((1, 8), dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"^pages lies in pageable memory"):
-        gather_pages(table, table[:, :4].contiguous(), table, shape)
+    start(gather_launch(shape), empty, torch.zeros((0, 4), dtype=torch.int64, device=device), empty)
 
 
 @pytest.mark.gpu
@@ -228,5 +193,5 @@ def test_large_bursts_equal_the_reference(
     expected = gather_pages_reference(cache.views, blocks, 256)
     for table in (pages.table.to(device), pages.table.pin_memory()):
         pages.payloads.fill_(POISON)
-        gather_pages(table, blocks, planes, shape)
+        start(gather_launch(shape), table, blocks, planes)
         assert torch.equal(places.rows_of(pages.payloads), expected)

@@ -1,11 +1,11 @@
-"""scatter_pages equals its reference bit for bit, and writes nothing else."""
+"""scatter_launch equals its reference bit for bit, and writes nothing else."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvpool_gpuagent.kernels.gather import gather_pages_reference
-from kvpool_gpuagent.kernels.scatter import scatter_pages, scatter_pages_reference
+from kvpool_gpuagent.kernels.scatter import scatter_launch, scatter_pages_reference
 from kvpool_gpuagent.kernels.tables import PageColumn
 from tests.kernels.paged_caches import (
     PagedCache,
@@ -15,6 +15,7 @@ from tests.kernels.paged_caches import (
     paged_cache,
     pick_blocks,
     random_bytes,
+    start,
 )
 from tests.kernels.test_gather_pages import CASES, POSITIONS
 
@@ -42,7 +43,7 @@ def check(
         buffer.copy_(old)
     planes = cache.planes(places)
     shape = cache.shape(planes, places.positions)
-    scatter_pages(pages.table.to(blocks.device), blocks, planes, shape)
+    start(scatter_launch(shape), pages.table.to(blocks.device), blocks, planes)
     for buffer, wanted in zip(cache.buffers, expected, strict=True):
         assert torch.equal(buffer, wanted)
 
@@ -90,7 +91,7 @@ def test_pages_of_fewer_heads_than_the_launch_has_room_for(device: str) -> None:
     expected = [view.clone() for view in cache.views]
     scatter_pages_reference(expected, blocks, rows, torch.tensor([0, 0]))
     planes = cache.planes(places)
-    scatter_pages(pages.table.to(device), blocks, planes, cache.shape(planes, POSITIONS))
+    start(scatter_launch(cache.shape(planes, POSITIONS)), pages.table.to(device), blocks, planes)
     assert all(torch.equal(view, wanted) for view, wanted in zip(cache.views, expected, strict=True))
 
 
@@ -123,7 +124,7 @@ def test_planes_beyond_a_pages_own_stay_as_they_are(device: str) -> None:
     before = [view.clone() for view in cache.views]
     blocks = pick_blocks(1, POSITIONS, 16, 16, device)
     planes = cache.planes(places)
-    scatter_pages(pages.table.to(device), blocks, planes, cache.shape(planes, POSITIONS))
+    start(scatter_launch(cache.shape(planes, POSITIONS)), pages.table.to(device), blocks, planes)
     for nth, (view, old) in enumerate(zip(cache.views, before, strict=True)):
         if nth in (1, 2):
             scatter_pages_reference([old], blocks, rows[:, nth : nth + 1], torch.tensor([0]))
@@ -140,7 +141,7 @@ def test_scale_planes_are_a_launch_of_their_own(device: str) -> None:
     blocks = pick_blocks(2, POSITIONS, 1, 160, device)
     scatter_pages_reference(expected, blocks, rows, torch.tensor([0, POSITIONS]))
     planes = cache.planes(places)
-    scatter_pages(pages.table.to(device), blocks, planes, cache.shape(planes, POSITIONS), scales=True)
+    start(scatter_launch(cache.shape(planes, POSITIONS), scales=True), pages.table.to(device), blocks, planes)
     assert all(torch.equal(view, wanted) for view, wanted in zip(cache.views, expected, strict=True))
 
 
@@ -152,7 +153,7 @@ def test_a_few_programs_do_the_work_of_many(device: str) -> None:
     planes = cache.planes(places)
     expected = [view.clone() for view in cache.views]
     scatter_pages_reference(expected, blocks, rows, torch.tensor([0, 0, 0]))
-    scatter_pages(pages.table.to(device), blocks, planes, cache.shape(planes, POSITIONS), programs=5)
+    start(scatter_launch(cache.shape(planes, POSITIONS)), pages.table.to(device), blocks, planes, programs=5)
     assert all(torch.equal(view, wanted) for view, wanted in zip(cache.views, expected, strict=True))
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvpool_gpuagent.kernels.copying import table_row
+from kvpool_gpuagent.kernels.launching import check_table
 
 _MAP_32BIT = 0x40  # Linux on x86-64: within the first 2 GiB
 
@@ -32,3 +34,28 @@ def test_a_table_at_a_low_address_is_read() -> None:
     assert table.data_ptr() < 1 << 31
     _copy_second_row[(1,)](table.data_ptr(), table.data_ptr() + 4 * table.element_size())
     assert table[4] == 3
+
+
+@pytest.mark.parametrize(
+    ("table", "columns", "rows"),
+    [
+        (torch.zeros((1, 7), dtype=torch.int64), 8, None),
+        (torch.zeros((1, 8), dtype=torch.int32), 8, None),
+        (torch.zeros((1, 5), dtype=torch.int64), 4, 1),
+        (torch.zeros((2, 4), dtype=torch.int64), 4, 1),
+        (torch.zeros((8, 8), dtype=torch.int64).T, 8, None),
+        (torch.zeros((2, 16), dtype=torch.int64)[:, ::2], 8, None),
+        (torch.zeros(8, dtype=torch.int64), 8, None),
+    ],
+)
+def test_a_wrong_table_is_refused_by_name(table: Tensor, columns: int, rows: int | None, device: str) -> None:
+    # As it lies: a plain copy to the device would be contiguous.
+    table = torch.empty_strided(table.shape, table.stride(), dtype=table.dtype, device=device)
+    with pytest.raises(ValueError, match=r"^planes must"):
+        check_table("planes", table, torch.int64, columns, rows)
+
+
+@pytest.mark.gpu
+def test_pageable_tables_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^pages lies in pageable memory"):
+        check_table("pages", torch.zeros((1, 8), dtype=torch.int64), torch.int64, 8)

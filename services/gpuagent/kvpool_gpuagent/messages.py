@@ -53,7 +53,7 @@ def _handle(index: int, message: gpuagent_pb2.MemoryHandle) -> MappedHandle:
     name = f"handles[{index}]"
     match message.WhichOneof("kind"):
         case "shared_memory":
-            return MappedHandle(size_bytes=message.size_bytes, file_offset=message.shared_memory.file_offset)
+            return MappedHandle(size_bytes=message.size_bytes)
         case "cuda_ipc":
             memory = ipc_memory_from_proto(message.cuda_ipc, name, message.size_bytes)
             return MappedHandle(size_bytes=message.size_bytes, ipc=memory)

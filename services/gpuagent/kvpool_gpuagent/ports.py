@@ -14,7 +14,7 @@ from kvpool.core.cancel import CancelToken
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
-from kvpool.core.ipc import IpcEvent, IpcMemory, MappedSegment
+from kvpool.core.ipc import IpcEvent, IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.spans import PageSpan
@@ -68,7 +68,6 @@ class MappedHandle:
 
     size_bytes: int  # > 0
     descriptor: int | None = None
-    file_offset: int = 0
     ipc: IpcMemory | None = None  # size_bytes from its first byte on are inside of its allocation: checked before
 
 
@@ -107,14 +106,8 @@ class Device(Protocol):
     name: str  # "cpu" or "cuda"
     uuid: str  # of the GPU; empty for the CPU
 
-    def check(
-        self,
-        spec: KeyspaceSpec,
-        layout: EngineLayout,
-        handles: Sequence[MappedHandle],
-        events: Sequence[IpcEvent],
-    ) -> None:
-        """Refuse what this device cannot copy or map, before anything is mapped or any descriptor has come.
+    def check(self, handles: Sequence[MappedHandle], events: Sequence[IpcEvent]) -> None:
+        """Refuse what this device cannot map, before anything is mapped or any descriptor has come.
 
         handles: all of one kind; the one that is not this device's is refused. Raises NotServed saying what to do
         instead, InvalidRequest naming the argument (a GPU that is not visible here, say).
@@ -149,7 +142,7 @@ class Device(Protocol):
         """
         ...
 
-    def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
+    def register_segment(self, segment: memoryview) -> Callable[[], None]:
         """Make an arena segment fast to copy from and to (CUDA: pin it); returns what undoes it.
 
         Both block and may run in any thread. The device has nothing of the segment mapped after the undoing.
@@ -172,11 +165,6 @@ class PagePool(Protocol):
     free waits for what others give back, first come first served, and holds none of it meanwhile. A slot's memory must
     not be touched after its commit, abort or release.
     """
-
-    @property
-    def kind(self) -> str:
-        """ "arena" or "remote"."""
-        ...
 
     @property
     def local_node_id(self) -> bytes:

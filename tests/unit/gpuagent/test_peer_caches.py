@@ -29,7 +29,8 @@ RIGHT, WRONG = b"k" * 16, b"w" * 16
 
 
 class Loan:
-    def __init__(self) -> None:
+    def __init__(self, keyspace: bytes) -> None:
+        self.keyspace = keyspace
         self.ended = asyncio.Event()
         self.layout = SimpleNamespace(validate=lambda spec: None)
         self.handles: tuple[Any, ...] = ()
@@ -53,7 +54,7 @@ class Agents:
         await self.may_answer.wait()
         if keyspace != RIGHT:
             raise KeyspaceMismatch("the session has another keyspace than the borrower's")
-        return Loan()
+        return Loan(keyspace)
 
     async def find(self, keyspace: bytes, chunk_hashes: bytes, engine_id: bytes, timeout_s: float) -> list[HeldChunks]:
         return []
@@ -92,7 +93,7 @@ async def test_who_asks_in_another_keyspace_spoils_it_for_nobody() -> None:
         await wrong
     first, second = await asyncio.gather(*right)
     assert first is second
-    assert first.keyspace == RIGHT
+    assert cast(Loan, first.loan).keyspace == RIGHT
     assert agents.asked == 2
     await table.close()
 

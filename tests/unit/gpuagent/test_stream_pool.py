@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -84,8 +84,9 @@ class ScriptedPeers:
         self._peers = peers
         self.threads = ThreadPoolExecutor(2)
 
-    def get(self, endpoint: str) -> ScriptedPeer:
-        return self._peers[endpoint]
+    @contextmanager
+    def client(self, endpoint: str) -> Iterator[ScriptedPeer]:
+        yield self._peers[endpoint]
 
     async def run(self, job: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self.threads, job)

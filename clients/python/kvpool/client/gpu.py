@@ -66,7 +66,6 @@ class ExportedTensors:
 
     regions: tuple[GpuRegion, ...]
     places: tuple[TensorPlace, ...]  # of each tensor, in order
-    addresses: tuple[int, ...]  # of each region's first byte in this process
     device_index: int  # torch's, of the GPU that all of it is on
 
     def layout(self, preset: EngineLayout) -> EngineLayout:
@@ -112,22 +111,16 @@ def export_tensors(tensors: Sequence[Tensor], *, driver: Driver | None = None) -
             exported.append((export_memory(driver, device_uuid, tensor.data_ptr(), size_bytes), size_bytes))
         except InvalidRequest as error:
             raise InvalidRequest(f"tensors[{number}]: {error.message}") from error
-    return _by_allocation(exported, [tensor.data_ptr() for tensor in tensors], ordinal)
+    return _by_allocation(exported, ordinal)
 
 
-def _by_allocation(
-    exported: Sequence[tuple[IpcMemory, int]], addresses: Sequence[int], ordinal: int
-) -> ExportedTensors:
+def _by_allocation(exported: Sequence[tuple[IpcMemory, int]], ordinal: int) -> ExportedTensors:
     spans: dict[bytes, tuple[int, int]] = {}  # by handle: the part of the allocation that tensors lie in
     for memory, size_bytes in exported:
         start, end = spans.get(memory.handle, (memory.allocation_offset, 0))
         spans[memory.handle] = min(start, memory.allocation_offset), max(end, memory.allocation_offset + size_bytes)
     numbers = {handle: number for number, handle in enumerate(spans)}
     first = {memory.handle: memory for memory, _ in reversed(exported)}
-    starts = {  # of each region here: all tensors in it agree
-        memory.handle: address - memory.allocation_offset + spans[memory.handle][0]
-        for (memory, _), address in zip(exported, addresses, strict=True)
-    }
     return ExportedTensors(
         tuple(
             GpuRegion(end - start, replace(first[handle], allocation_offset=start))
@@ -137,7 +130,6 @@ def _by_allocation(
             TensorPlace(numbers[memory.handle], memory.allocation_offset - spans[memory.handle][0], size_bytes)
             for memory, size_bytes in exported
         ),
-        tuple(starts[handle] for handle in spans),
         ordinal,
     )
 

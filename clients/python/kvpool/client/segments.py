@@ -23,7 +23,6 @@ from kvpool.client.host_memory import fill_page_tables
 from kvpool.core.chunks import Int64s
 from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import InvalidRequest, LeaseLost, ServiceUnavailable
-from kvpool.core.ipc import MappedSegment
 
 
 class FetchFd(Protocol):
@@ -32,8 +31,8 @@ class FetchFd(Protocol):
     def __call__(self, path: str, token: bytes, number: int, *, timeout_s: float) -> FetchedFd: ...
 
 
-MapHook = Callable[[MappedSegment], Callable[[], None]]
-"""Called in a thread with a new mapping; returns what undoes it. Must keep neither its view nor its descriptor.
+MapHook = Callable[[memoryview], Callable[[], None]]
+"""Called in a thread with all bytes of a new mapping; returns what undoes it. Must not keep the view.
 
 For what makes a mapping fast to use: filling in its page tables, pinning it for a GPU, mapping it in other processes.
 """
@@ -111,7 +110,7 @@ class SegmentMap:
             _check_size(segment_id, fetched)
             mapping = mmap.mmap(fetched.fd, fetched.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             if self._on_map is not None:
-                await self._prepare(mapping, fetched.fd, self._on_map)
+                await self._prepare(mapping, self._on_map)
         finally:
             os.close(fetched.fd)
         assert self._session_file is not None, "open comes first"
@@ -119,9 +118,9 @@ class SegmentMap:
         self._mappings[segment_id] = mapping
         self._addresses[segment_id] = np.frombuffer(mapping, np.uint8).ctypes.data
 
-    async def _prepare(self, mapping: mmap.mmap, descriptor: int, on_map: MapHook) -> None:
+    async def _prepare(self, mapping: mmap.mmap, on_map: MapHook) -> None:
         with memoryview(mapping) as view:
-            undo = await asyncio.to_thread(on_map, MappedSegment(view, descriptor))
+            undo = await asyncio.to_thread(on_map, view)
         if self._closed:
             undo()
             mapping.close()
@@ -182,7 +181,7 @@ class SegmentMap:
         self._session_file = None
         while self._undo:
             self._undo.pop()()
-        self._lingering += [weakref.ref(mapping) for mapping in self._mappings.values() if not _unmap(mapping)]
+        self._lingering += [weakref.ref(mapping) for mapping in self._mappings.values() if not try_unmap(mapping)]
         self._mappings.clear()
         self._addresses.clear()
         if any(mapping() is not None for mapping in self._lingering):
@@ -191,10 +190,10 @@ class SegmentMap:
         return not self._lingering
 
 
-def fill_segment(segment: MappedSegment) -> Callable[[], None]:
+def fill_segment(segment: memoryview) -> Callable[[], None]:
     """A MapHook that fills in the page tables: on the first copy each 4 KiB would cost as much as its copying does."""
-    if isinstance(segment.view.obj, mmap.mmap):
-        fill_page_tables(segment.view.obj)
+    if isinstance(segment.obj, mmap.mmap):
+        fill_page_tables(segment.obj)
     return lambda: None
 
 
@@ -210,7 +209,8 @@ def _check_size(segment_id: int, fetched: FetchedFd) -> None:
         raise InvalidRequest(f"segment {segment_id} can be truncated by others who map it; update the pagestore")
 
 
-def _unmap(mapping: mmap.mmap) -> bool:
+def try_unmap(mapping: mmap.mmap) -> bool:
+    """Unmap; False while views of the mapping live."""
     try:
         mapping.close()
     except BufferError:

@@ -19,15 +19,12 @@ class CacheAxes:
 
     tensors_per:   axes with a tensor for each item, in the order in which the tensors are registered.
     axes:          of one tensor, outermost first. All that tensors_per does not name; opaque cells have no tokens.
-    scales_apart:  the engine quantizes its cache itself: scales are in tensors like those of the data, registered
-                   after all of them.
-    scales_behind: the same, but in the data's own tensors: along this axis each item has all its data before all its
+    scales_behind: the engine quantizes its cache itself: along this axis each item has all its data before all its
                    scales. The innermost axis means that each row is followed by its scales.
     """
 
     axes: tuple[str, ...]
     tensors_per: tuple[str, ...] = ()
-    scales_apart: bool = False
     scales_behind: str = ""
 
     def layout(
@@ -38,7 +35,7 @@ class CacheAxes:
         A cache that the engine quantizes holds what the codec of `spec` has; without scales in that (RAW), its rows
         are whatever one row of the model's dtype is. Any other cache holds rows of the model's dtype.
         """
-        native = bool(spec.scale_row_bytes) and (self.scales_apart or bool(self.scales_behind))
+        native = bool(spec.scale_row_bytes and self.scales_behind)
         counts = {
             "layer": len(layers),
             "plane": spec.planes,
@@ -54,8 +51,8 @@ class CacheAxes:
         )
         layouts = tuple(
             LayerLayout(
-                tuple(tensors.data_plane(layer, plane) for plane in range(spec.planes)),
-                tuple(tensors.scale_plane(layer, plane) for plane in range(spec.planes if native else 0)),
+                tuple(tensors.plane(tensors.data, layer, plane) for plane in range(spec.planes)),
+                tuple(tensors.plane(tensors.scales, layer, plane) for plane in range(spec.planes if native else 0)),
             )
             for layer in range(len(layers))
         )
@@ -72,12 +69,11 @@ class CacheAxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Nest:
-    """Strides by axis (0 for those of tensors_per and for no tokens), where rows begin, and bytes of a tensor."""
+    """Strides by axis (0 for those of tensors_per and for no tokens), and where rows begin."""
 
     strides: dict[str, int]
     row_bytes: int
     offset_bytes: int
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +81,7 @@ class _Tensors:
     data: _Nest
     scales: _Nest
     numbers: dict[str, int]  # of tensors_per: how many tensors further on the next item's is
-    tensor_count: int
-    apart: bool
+    sizes_bytes: tuple[int, ...]
 
     @classmethod
     def of(cls, axes: CacheAxes, counts: dict[str, int], row_bytes: int, scale_row_bytes: int) -> _Tensors:
@@ -100,30 +95,16 @@ class _Tensors:
             data_bytes, scale_bytes = data_bytes * counts[axis], scale_bytes * counts[axis]
         per = axes.tensors_per
         return cls(
-            data=_Nest(strides=data_strides, row_bytes=row_bytes, offset_bytes=0, size_bytes=data_bytes),
-            scales=_Nest(
-                strides=scale_strides, row_bytes=scale_row_bytes, offset_bytes=scale_offset, size_bytes=scale_bytes
-            ),
+            data=_Nest(strides=data_strides, row_bytes=row_bytes, offset_bytes=0),
+            scales=_Nest(strides=scale_strides, row_bytes=scale_row_bytes, offset_bytes=scale_offset),
             numbers={axis: math.prod(counts[inner] for inner in per[at + 1 :]) for at, axis in enumerate(per)},
-            tensor_count=math.prod(counts[axis] for axis in per),
-            apart=bool(scale_row_bytes) and axes.scales_apart,
+            sizes_bytes=(data_bytes,) * math.prod(counts[axis] for axis in per),
         )
 
-    @property
-    def sizes_bytes(self) -> tuple[int, ...]:
-        scales = (self.scales.size_bytes,) * self.tensor_count if self.apart else ()
-        return (self.data.size_bytes,) * self.tensor_count + scales
-
-    def data_plane(self, layer: int, plane: int) -> RowPlane:
-        return self._plane(self.data, layer, plane, 0)
-
-    def scale_plane(self, layer: int, plane: int) -> RowPlane:
-        return self._plane(self.scales, layer, plane, self.tensor_count if self.apart else 0)
-
-    def _plane(self, nest: _Nest, layer: int, plane: int, first_tensor: int) -> RowPlane:
+    def plane(self, nest: _Nest, layer: int, plane: int) -> RowPlane:
         strides = nest.strides
         return RowPlane(
-            handle=first_tensor + layer * self.numbers.get("layer", 0) + plane * self.numbers.get("plane", 0),
+            handle=layer * self.numbers.get("layer", 0) + plane * self.numbers.get("plane", 0),
             offset_bytes=nest.offset_bytes + layer * strides["layer"] + plane * strides["plane"],
             block_stride_bytes=strides["block"],
             token_stride_bytes=strides["token"],

@@ -63,7 +63,6 @@ _SMALLEST_NORMAL_BITS = (127 - 6) << 23  # 2**-6, of e4m3
 class FloatType:
     """An engine type that can be quantized. Bit patterns are those of the type, but largest_bits of float32."""
 
-    storage: type[np.unsignedinteger[Any]]
     largest_bits: int  # the largest finite value
     nan_bits: int
     unit_roundoff: float
@@ -72,15 +71,9 @@ class FloatType:
 
 FLOAT_TYPES: Mapping[Dtype, FloatType] = MappingProxyType(
     {
-        Dtype.BF16: FloatType(
-            storage=np.uint16, largest_bits=0x7F7F0000, nan_bits=0x7FC0, unit_roundoff=2.0**-8, smallest_step=0.0
-        ),
-        Dtype.FP16: FloatType(
-            storage=np.uint16, largest_bits=0x477FE000, nan_bits=0x7E00, unit_roundoff=2.0**-11, smallest_step=2.0**-24
-        ),
-        Dtype.FP32: FloatType(
-            storage=np.uint32, largest_bits=0x7F7FFFFF, nan_bits=0x7FC00000, unit_roundoff=2.0**-24, smallest_step=0.0
-        ),
+        Dtype.BF16: FloatType(largest_bits=0x7F7F0000, nan_bits=0x7FC0, unit_roundoff=2.0**-8, smallest_step=0.0),
+        Dtype.FP16: FloatType(largest_bits=0x477FE000, nan_bits=0x7E00, unit_roundoff=2.0**-11, smallest_step=2.0**-24),
+        Dtype.FP32: FloatType(largest_bits=0x7F7FFFFF, nan_bits=0x7FC00000, unit_roundoff=2.0**-24, smallest_step=0.0),
     }
 )
 LIMITS: Mapping[Codec, float] = MappingProxyType(

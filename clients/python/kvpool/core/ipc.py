@@ -1,7 +1,4 @@
-"""Memory and events of one process that another one may open, as plain values: CUDA IPC and mapped arena segments.
-
-Nothing here calls CUDA.
-"""
+"""Memory and events of one process that another one may open, as plain values. Nothing here calls CUDA."""
 
 from __future__ import annotations
 
@@ -79,14 +76,3 @@ def _check_device(name: str, device_uuid: str) -> None:
 def _check_handle(name: str, handle: bytes) -> None:
     if len(handle) != IPC_HANDLE_BYTES:
         raise InvalidRequest(f"{name}.handle must be {IPC_HANDLE_BYTES} bytes, got {len(handle)}")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MappedSegment:
-    """A mapped arena segment: all bytes, and the file behind them.
-
-    Neither may be kept: what needs the file duplicates it.
-    """
-
-    view: memoryview
-    descriptor: int

@@ -6,13 +6,10 @@ from enum import IntEnum
 
 
 class Outcome(IntEnum):
-    """What became of one requested page or chunk."""
+    """What became of one requested page."""
 
     HIT = 1
     MISS = 2
-    PENDING = 3  # on its way here (promotion, pull, another writer): ask again
-    REJECTED = 4  # there may be bytes, but not for this caller now (no room, draining): recompute
-    CORRUPT = 5  # failed verification and was dropped: recompute
 
 
 class Tier(IntEnum):

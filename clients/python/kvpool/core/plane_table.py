@@ -32,17 +32,13 @@ _MAX_ADDRESS = (1 << 62) - 1
 class ShardPlanes:
     """One shard's rows of the table, and what its pages look like.
 
-    layers, heads:      of the model; those heads of the shard that the rank has.
-    is_whole:           whether the rank has all heads of the shard: only then can it fill a page.
+    heads:              of the model; those of the shard that the rank has.
     first_plane:        row of the first data plane; plane_count of them, layer by layer.
     first_scale_plane:  the same for planes that hold an engine's own scales; scale_plane_count is 0 without any.
     payload_bytes:      of a page, with the heads that the rank does not have.
     """
 
-    shard: int
-    layers: range
     heads: range
-    is_whole: bool
     first_plane: int
     plane_count: int
     first_scale_plane: int
@@ -112,10 +108,7 @@ class PlaneTable:
             heads = range(max(payload.heads.start, own_heads.start), min(payload.heads.stop, own_heads.stop))
             data, scales = _rows_of(spec, layout, payload, heads, handle_addresses)
             shards[shard] = ShardPlanes(
-                shard=shard,
-                layers=payload.layers,
                 heads=heads,
-                is_whole=heads == payload.heads,
                 first_plane=len(rows),
                 plane_count=len(data),
                 first_scale_plane=len(rows) + len(data),

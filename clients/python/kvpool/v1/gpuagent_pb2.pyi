@@ -94,17 +94,12 @@ class SharedMemoryHandle(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FILE_OFFSET_FIELD_NUMBER: _builtins.int
-    file_offset: _builtins.int
-    """Byte offset of the memory in the descriptor's file; a multiple of the page size."""
     def __init__(
         self,
-        *,
-        file_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_offset", b"file_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -823,11 +823,8 @@ class AcquireRequest(_message.Message):
 
     ITEMS_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
-    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     wait_ms: _builtins.int
     """Give up on items that are not ready within this many milliseconds (a miss with error DEADLINE_EXCEEDED); 0 means 30000."""
-    local_only: _builtins.bool
-    """True to serve only from staging and local disk, never from other nodes."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___AcquireItem]:
         """At most the window; answered as they become ready."""
@@ -837,11 +834,10 @@ class AcquireRequest(_message.Message):
         *,
         items: _abc.Iterable[Global___AcquireItem] | None = ...,
         wait_ms: _builtins.int = ...,
-        local_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "local_only", b"local_only", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

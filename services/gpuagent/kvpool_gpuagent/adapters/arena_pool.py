@@ -19,7 +19,6 @@ from kvpool.client.pagestore_link import RETRY_INTERVAL_S, PagestoreLink
 from kvpool.client.segments import MapHook
 from kvpool.core.chunks import Int64s
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, LeaseLost, Overloaded, ServiceUnavailable
-from kvpool.core.ipc import MappedSegment
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.spans import PageGrants, PageSpan
 from kvpool_gpuagent.adapters.budget import Budget
@@ -81,9 +80,9 @@ class ArenaLink(PagestoreLink):
         for budget in (self.reads, self.writes):
             budget.resize(max(2, session.max_leases))
 
-    def _map_segment(self, segment: MappedSegment) -> Callable[[], None]:
+    def _map_segment(self, segment: memoryview) -> Callable[[], None]:
         """In a thread; see MapHook."""
-        size_bytes = len(segment.view)
+        size_bytes = len(segment)
         undo = self._on_segment(segment) if self._on_segment is not None else None
         self.mapped_bytes += size_bytes
 
@@ -97,8 +96,6 @@ class ArenaLink(PagestoreLink):
 
 class ArenaPool:
     """See ports.PagePool. Of one engine session; all of an agent share its link."""
-
-    kind = "arena"
 
     def __init__(self, link: ArenaLink, keyspace: bytes, spec: KeyspaceSpec) -> None:
         self._link, self._keyspace, self._spec = link, keyspace, spec

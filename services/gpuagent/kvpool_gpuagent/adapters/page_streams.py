@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvpool.client.tls import TlsCredentials
-from kvpool.client.transfer import PageToRead, PageTransferClient
+from kvpool.client.transfer import PageToRead, PageTransferClients
 from kvpool.core.cluster import PageMetadata, RemoteSource
 from kvpool.core.errors import ArenaFull, DeadlineExceeded, KvPoolError, PageCorrupt
 from kvpool.core.keyspace import KeyspaceSpec
@@ -70,23 +69,12 @@ class BounceBuffers:
         self._budget.give(size_bytes)
 
 
-class PeerClients:
+class PeerClients(PageTransferClients):
     """One client per bulk endpoint, and the threads that run their calls."""
 
     def __init__(self, tls: TlsCredentials | None = None, tracer: Tracer = NO_TRACER) -> None:
-        self._tls, self._tracer = tls, tracer
-        self._clients: dict[str, PageTransferClient] = {}
-        self._lock = threading.Lock()  # calls ask for clients on their own threads
+        super().__init__(tls=tls, tracer=tracer)
         self._threads = ThreadPoolExecutor(STREAM_THREADS, thread_name_prefix="stream")
-
-    def get(self, endpoint: str) -> PageTransferClient:
-        """The client of an endpoint; idle connections close themselves."""
-        with self._lock:
-            client = self._clients.get(endpoint)
-            if client is None:
-                client = PageTransferClient(endpoint, tls=self._tls, tracer=self._tracer)
-                self._clients[endpoint] = client
-            return client
 
     async def run(self, job: Callable[[], None]) -> None:
         """Run a call on a thread. It goes on when its caller is cancelled: see BounceBuffers for the ownership then."""
@@ -95,9 +83,7 @@ class PeerClients:
 
     def close(self) -> None:
         """End all connections; running calls fail, and are waited for."""
-        with self._lock:
-            for client in self._clients.values():
-                client.close()
+        super().close()
         self._threads.shutdown(wait=True)
 
 
@@ -215,15 +201,16 @@ class PageReading:
                 for item in range(len(pages)):
                     on_page(item, late, False)
                 return
-            client = self._peers.get(source.bulk_endpoint)
-            client.read_pages(
-                [self._keyspace], pages, on_page, timeout_s=remaining_s, expected_incarnation=source.incarnation
-            )
-            if corrupt:  # else the source would announce them again and again
-                with suppress(KvPoolError):
-                    client.verify_pages(
-                        [self._keyspace], corrupt, timeout_s=_VERIFY_TIMEOUT_S, expected_incarnation=source.incarnation
-                    )
+            incarnation = source.incarnation
+            with self._peers.client(source.bulk_endpoint) as client:
+                client.read_pages(
+                    [self._keyspace], pages, on_page, timeout_s=remaining_s, expected_incarnation=incarnation
+                )
+                if corrupt:  # else the source would announce them again and again
+                    with suppress(KvPoolError):
+                        client.verify_pages(
+                            [self._keyspace], corrupt, timeout_s=_VERIFY_TIMEOUT_S, expected_incarnation=incarnation
+                        )
 
         await self._peers.run(read)
 

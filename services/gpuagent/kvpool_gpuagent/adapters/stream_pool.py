@@ -11,11 +11,11 @@ import numpy as np
 
 from kvpool.client.index import IndexClient
 from kvpool.client.transfer import PageToWrite
-from kvpool.core.cluster import ChainQuery, Location, RemoteSource, StaleLocation
+from kvpool.core.cluster import ChainQuery, RemoteSource, stale_locations
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Overloaded, ServiceUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.core.outcome import Admission, Tier
+from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
 from kvpool.core.spans import NO_PAGES, Bytes, Int32s, PageSpan
@@ -60,7 +60,6 @@ class _PageBuffer:
 class StreamPool:
     """See ports.PagePool."""
 
-    kind = "remote"
     local_node_id = b""
     arena_bytes = 0  # what is read into a buffer is read again by the load
 
@@ -154,13 +153,14 @@ class StreamPool:
             seal(page, key, self._spec.codec, self._payload_bytes[key.shard])
             metadata = span.metadata[int(span.positions[slots.pages[index]])]
             pages.append(PageToWrite(key=key, page=page, metadata=metadata))
-        self._peers.get(target.endpoint).write_pages(
-            [(self._keyspace, self._spec)],
-            pages,
-            on_page,
-            timeout_s=WRITE_TIMEOUT_S,
-            expected_incarnation=target.incarnation,
-        )
+        with self._peers.client(target.endpoint) as client:
+            client.write_pages(
+                [(self._keyspace, self._spec)],
+                pages,
+                on_page,
+                timeout_s=WRITE_TIMEOUT_S,
+                expected_incarnation=target.incarnation,
+            )
 
     async def abort(self, slots: PageSlots) -> None:
         """See ports.PagePool."""
@@ -219,17 +219,7 @@ class StreamPool:
 
     def report_stale(self, request: PageRequest, source: RemoteSource) -> None:
         """Report to the index, in the background, that a source did not hold what its location says."""
-        locations = [
-            StaleLocation(
-                keyspace=self._keyspace,
-                chunk_hash=request.key.chunk_hash,
-                group_head_hash=request.metadata.group_head_hash,
-                location=Location(
-                    node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << request.key.shard
-                ),
-            )
-            for tier in (Tier.STAGING, Tier.DISK)
-        ]
+        locations = stale_locations(request.key, request.metadata.group_head_hash, source)
 
         async def report() -> None:
             try:

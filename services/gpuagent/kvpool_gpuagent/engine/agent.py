@@ -105,7 +105,7 @@ class GpuAgentEngine:
         rank = Rank.of(wanted.spec, wanted.layout, load_only=wanted.load_only)
         check_bases(rank, [handle.ipc.allocation_offset if handle.ipc else 0 for handle in wanted.handles])
         if not wanted.match_only:
-            self.device.check(wanted.spec, wanted.layout, wanted.handles, wanted.events)
+            self.device.check(wanted.handles, wanted.events)
         await self._end_previous(wanted.previous_session_id)
         opened = await self._parts.index.open_keyspace(wanted.keyspace_name, wanted.spec)
         if self._draining:

@@ -48,8 +48,8 @@ _Wanted = tuple[SourceName, bytes]  # and the keyspace
 class PeerCacheLease:
     """A cache that another agent shares, mapped, and the pulls that use it."""
 
-    def __init__(self, loan: CacheLoan, cache: PeerCache, keyspace: bytes) -> None:
-        self.loan, self.cache, self.keyspace = loan, cache, keyspace
+    def __init__(self, loan: CacheLoan, cache: PeerCache) -> None:
+        self.loan, self.cache = loan, cache
         self._uses: set[CancelToken] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -141,7 +141,7 @@ class PeerCacheTable:
         except BaseException:
             await loan.close()
             raise
-        return PeerCacheLease(loan, cache, rank.keyspace)
+        return PeerCacheLease(loan, cache)
 
     def _opened(self, wanted: _Wanted, opening: asyncio.Future[PeerCacheLease]) -> None:
         del self._opening[wanted]

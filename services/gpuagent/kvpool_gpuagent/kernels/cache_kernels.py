@@ -138,8 +138,6 @@ _TORCH_TYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP3
 class CacheKernels:
     """Launches on the current stream. Tables must stay as they are until the launches have run."""
 
-    most_pages = 1024  # of a burst
-
     def __init__(self, table: PlaneTable, to_device: Callable[[npt.NDArray[np.int64]], Tensor]) -> None:
         self._table = table
         self._planes = to_device(table.planes)

@@ -55,16 +55,8 @@ class CodecShape:
         return self.row_elements if self.codec is RowCodec.FP8_E4M3 else GROUP_ELEMENTS
 
     @property
-    def scale_dtype(self) -> torch.dtype:
-        return torch.float32 if self.codec is RowCodec.FP8_E4M3 else self.dtype
-
-    @property
     def data_row_bytes(self) -> int:
         return self.row_elements // 2 if self.codec is RowCodec.INT4_GROUP8 else self.row_elements
-
-    @property
-    def scale_row_bytes(self) -> int:
-        return self.row_elements // self.group_elements * self.scale_dtype.itemsize
 
     @property
     def payload_unit_bytes(self) -> int:

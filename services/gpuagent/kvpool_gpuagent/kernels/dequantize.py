@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpool_gpuagent.kernels.codec_shapes import CodecShape, RowCodec, group_tiling
 from kvpool_gpuagent.kernels.copying import item_of, table_row, tile_blocks
-from kvpool_gpuagent.kernels.launching import Launch, check_table
+from kvpool_gpuagent.kernels.launching import Launch
 from kvpool_gpuagent.kernels.row_codecs import decode_groups, group_offsets, lane_pointers
 from kvpool_gpuagent.kernels.scatter import is_wanted
 from kvpool_gpuagent.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
@@ -121,38 +121,19 @@ def dequantize_kernel(
             tl.store(target, decode_groups(codes, scales, CODEC, FLOAT), mask=mask)
 
 
-def dequantize_scatter_pages(
-    pages: Tensor,
-    blocks: Tensor,
-    planes: Tensor,
-    shape: CodecShape,
-    *,
-    programs: int | None = None,
-) -> None:
-    """Decode the payloads of all pages of a burst into the rows of all their planes, in one launch.
+@functools.lru_cache(maxsize=256)
+def dequantize_launch(shape: CodecShape) -> Launch:
+    """Make the launch that decodes the payloads of all pages of a burst into the rows of all their planes.
 
-    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.rows.blocks] int64: see `tables`. On
-              the device or in pinned memory, unchanged until the launch has run. No destination row may be named twice:
-              which page wins would be open. What the tables name is not checked on the device.
-    shape:    of the planes and of what pages hold for them; as for gather_quantize_pages.
-    programs: at most so many; None takes one for each tile of 8192 elements.
-    raises:   ValueError naming the argument, before any launch.
+    Start it with the addresses of pages [N, 8], blocks [N, shape.rows.blocks] and planes [P, 8], contiguous int64: see
+    `tables`. They lie on the device or in pinned memory, unchanged until the launch has run. No destination row may be
+    named twice: which page wins would be open. Neither the tables nor what they name is checked.
+
+    shape: of the planes and of what pages hold for them; as for quantize_launch.
 
     The first SKIP_TOKENS positions of a page, pages without HEADS, and what a page has of heads that are not the
     rank's, are left out. Writes at most pages * planes * heads * shape.rows.head_bytes bytes and reads what the codec
-    makes of them; equal, bit for bit, to kvpool.core.codecs. Runs on the current stream.
+    makes of them; equal, bit for bit, to kvpool.core.codecs.
     """
-    count = pages.shape[0]
-    addresses = (
-        check_table("pages", pages, torch.int64, PAGE_COLUMNS),
-        check_table("blocks", blocks, torch.int64, shape.rows.blocks, count),
-        check_table("planes", planes, torch.int64, PLANE_COLUMNS),
-    )
-    dequantize_launch(shape).start(count, *addresses, programs=programs)
-
-
-@functools.lru_cache(maxsize=256)
-def dequantize_launch(shape: CodecShape) -> Launch:
-    """What `dequantize_scatter_pages` launches: start it with the addresses of pages, blocks and planes."""
     cut = group_tiling(shape)
     return Launch(dequantize_kernel, cut.constants(shape), cut.warps, cut.items(shape))

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool_gpuagent.kernels.copying import item_of, table_row, tile_blocks, tile_pointers, tiling
-from kvpool_gpuagent.kernels.launching import Launch, check_table
+from kvpool_gpuagent.kernels.launching import Launch
 from kvpool_gpuagent.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, CopyShape, PageColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
@@ -65,41 +65,20 @@ def gather_kernel(
             tl.store(destination, tl.load(source, mask=mask, eviction_policy="evict_first"), mask=mask)
 
 
-def gather_pages(
-    pages: Tensor,
-    blocks: Tensor,
-    planes: Tensor,
-    shape: CopyShape,
-    *,
-    scales: bool = False,
-    programs: int | None = None,
-) -> None:
-    """Copy the rows of all planes of all pages of a burst into the pages' payloads, in one launch.
-
-    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.blocks] int64: see `tables`. On the
-              device or in pinned memory, unchanged until the launch has run. Repeated blocks are fine. What they name
-              is not checked on the device.
-    shape:    of the planes that are copied.
-    scales:   copy the scale planes (FIRST_SCALE_PLANE, SCALE_PLANE_COUNT), with a shape of their own, not the data.
-    programs: at most so many; None takes one for each tile of 32 KiB.
-    raises:   ValueError naming the argument, before any launch.
-
-    Pages without HEADS, and bytes of payloads that belong to no plane and head of the rank, stay as they are. Moves
-    2 * pages * planes * heads * shape.head_bytes bytes; equal, bit for bit, to the reference. Runs on the current
-    stream.
-    """
-    count = pages.shape[0]
-    addresses = (
-        check_table("pages", pages, torch.int64, PAGE_COLUMNS),
-        check_table("blocks", blocks, torch.int64, shape.blocks, count),
-        check_table("planes", planes, torch.int64, PLANE_COLUMNS),
-    )
-    gather_launch(shape, scales).start(count, *addresses, programs=programs)
-
-
 @functools.lru_cache(maxsize=256)
 def gather_launch(shape: CopyShape, scales: bool = False) -> Launch:
-    """What `gather_pages` launches: start it with the addresses of pages, blocks and planes."""
+    """Make the launch that copies the rows of all planes of all pages of a burst into the pages' payloads.
+
+    Start it with the addresses of pages [N, 8], blocks [N, shape.blocks] and planes [P, 8], contiguous int64: see
+    `tables`. They lie on the device or in pinned memory, unchanged until the launch has run. Repeated blocks are fine.
+    Neither the tables nor what they name is checked.
+
+    shape:  of the planes that are copied.
+    scales: copy the scale planes (FIRST_SCALE_PLANE, SCALE_PLANE_COUNT), with a shape of their own, not the data.
+
+    Pages without HEADS, and bytes of payloads that belong to no plane and head of the rank, stay as they are. Moves
+    2 * pages * planes * heads * shape.head_bytes bytes; equal, bit for bit, to the reference.
+    """
     cut = tiling(shape)
     first_plane = PageColumn.FIRST_SCALE_PLANE if scales else PageColumn.FIRST_PLANE
     constants = {"FIRST_PLANE": first_plane.value} | cut.constants(shape)

@@ -25,7 +25,10 @@ class Launch:
         self._compiled: dict[int, Any] = {}
 
     def start(self, pages: int, *addresses: int, programs: int | None = None) -> None:
-        """Run on the current stream of the current device. raises: ValueError for more pages than can be counted."""
+        """Run on the current stream of the current device.
+
+        programs: at most so many; None takes one for each tile. raises: ValueError for more pages than can be counted.
+        """
         items = pages * self._items_of_page
         if items:  # an empty grid cannot be launched
             self.run(grid_size(items, programs), *addresses, items)

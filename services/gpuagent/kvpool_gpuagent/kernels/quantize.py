@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpool_gpuagent.kernels.codec_shapes import LIMITS, CodecShape, RowCodec, group_tiling
 from kvpool_gpuagent.kernels.copying import item_of, table_row, tile_blocks
-from kvpool_gpuagent.kernels.launching import Launch, check_table
+from kvpool_gpuagent.kernels.launching import Launch
 from kvpool_gpuagent.kernels.row_codecs import encode_groups, group_offsets, lane_pointers, widen
 from kvpool_gpuagent.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
 
@@ -103,33 +103,19 @@ def quantize_kernel(
             tl.store(scale_base.to(tl.pointer_type(scales.dtype)) + nth_group, scales, mask=exists)
 
 
-def gather_quantize_pages(
-    pages: Tensor, blocks: Tensor, planes: Tensor, shape: CodecShape, *, programs: int | None = None
-) -> None:
-    """Quantize the rows of all planes of all pages of a burst into the pages' payloads, in one launch.
-
-    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.rows.blocks] int64: see `tables`. On
-              the device or in pinned memory, unchanged until the launch has run. Repeated blocks are fine. What they
-              name is not checked on the device.
-    shape:    of the planes and of what is made of them. Data of a row lies from PAYLOAD_OFFSET on, its scales, in the
-              same order, from SCALE_PAYLOAD_OFFSET on.
-    programs: at most so many; None takes one for each tile of 8192 elements.
-    raises:   ValueError naming the argument, before any launch.
-
-    Pages without HEADS stay as they are. Reads pages * planes * heads * shape.rows.head_bytes bytes and writes what the
-    codec makes of them; equal, bit for bit, to kvpool.core.codecs. Runs on the current stream.
-    """
-    count = pages.shape[0]
-    addresses = (
-        check_table("pages", pages, torch.int64, PAGE_COLUMNS),
-        check_table("blocks", blocks, torch.int64, shape.rows.blocks, count),
-        check_table("planes", planes, torch.int64, PLANE_COLUMNS),
-    )
-    quantize_launch(shape).start(count, *addresses, programs=programs)
-
-
 @functools.lru_cache(maxsize=256)
 def quantize_launch(shape: CodecShape) -> Launch:
-    """What `gather_quantize_pages` launches: start it with the addresses of pages, blocks and planes."""
+    """Make the launch that quantizes the rows of all planes of all pages of a burst into the pages' payloads.
+
+    Start it with the addresses of pages [N, 8], blocks [N, shape.rows.blocks] and planes [P, 8], contiguous int64: see
+    `tables`. They lie on the device or in pinned memory, unchanged until the launch has run. Repeated blocks are fine.
+    Neither the tables nor what they name is checked.
+
+    shape: of the planes and of what is made of them. Data of a row lies from PAYLOAD_OFFSET on, its scales, in the same
+           order, from SCALE_PAYLOAD_OFFSET on.
+
+    Pages without HEADS stay as they are. Reads pages * planes * heads * shape.rows.head_bytes bytes and writes what the
+    codec makes of them; equal, bit for bit, to kvpool.core.codecs.
+    """
     cut = group_tiling(shape)
     return Launch(quantize_kernel, cut.constants(shape), cut.warps, cut.items(shape))

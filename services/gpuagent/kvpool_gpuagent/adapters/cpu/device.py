@@ -19,11 +19,11 @@ from typing import TypeVar
 import numpy as np
 
 from kvpool.client.host_memory import empty_page_tables, fill_page_tables
-from kvpool.client.segments import fill_segment
+from kvpool.client.segments import fill_segment, try_unmap
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.core.grid import ShardGrid, shards_in
-from kvpool.core.ipc import IpcEvent, MappedSegment
+from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import HEADER_BYTES
@@ -85,7 +85,7 @@ class CpuCache:
         mappings: Sequence[mmap.mmap],
         threads: CopyThreads,
     ) -> None:
-        self._spec, self._grid, self._layout, self._threads = spec, grid, layout, threads
+        self._spec, self._threads = spec, threads
         self._mappings = list(mappings)
         self._memory: list[Bytes] = [np.frombuffer(mapping, dtype=np.uint8) for mapping in mappings]
         self._copies_payload = layout.holds_codec_rows(spec)
@@ -156,19 +156,11 @@ def _payload_at(address: int, payload_bytes: int) -> Bytes:
 
 def close_mappings(mappings: Sequence[mmap.mmap]) -> bool:
     """Unmap; False if views still live (their memory goes with the last of them)."""
-    left = [mapping for mapping in mappings if not _close(mapping)]
+    left = [mapping for mapping in mappings if not try_unmap(mapping)]
     if left:
         gc.collect()  # views that only a reference cycle keeps
-        left = [mapping for mapping in left if not _close(mapping)]
+        left = [mapping for mapping in left if not try_unmap(mapping)]
     return not left
-
-
-def _close(mapping: mmap.mmap) -> bool:
-    try:
-        mapping.close()
-    except BufferError:
-        return False
-    return True
 
 
 class CpuDevice:
@@ -180,13 +172,7 @@ class CpuDevice:
     def __init__(self, thread_count: int = 2) -> None:
         self._threads = CopyThreads(thread_count)
 
-    def check(
-        self,
-        spec: KeyspaceSpec,
-        layout: EngineLayout,
-        handles: Sequence[MappedHandle],
-        events: Sequence[IpcEvent],
-    ) -> None:
+    def check(self, handles: Sequence[MappedHandle], events: Sequence[IpcEvent]) -> None:
         """See ports.Device.check."""
         for index, handle in enumerate(handles):
             if handle.ipc is not None:
@@ -228,7 +214,7 @@ class CpuDevice:
         """See ports.Device.pull."""
         raise _no_peers()
 
-    def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
+    def register_segment(self, segment: memoryview) -> Callable[[], None]:
         """See ports.Device.register_segment."""
         return fill_segment(segment)
 
@@ -261,16 +247,11 @@ def _map_all(handles: Sequence[MappedHandle], mappings: list[mmap.mmap]) -> None
 def _map(index: int, handle: MappedHandle) -> mmap.mmap:
     if handle.descriptor is None:
         raise InvalidRequest(f"handles[{index}] is not shared memory; the CPU device maps only descriptors")
-    if handle.file_offset < 0 or handle.file_offset % mmap.ALLOCATIONGRANULARITY:
-        raise InvalidRequest(f"handles[{index}].file_offset must be a multiple of {mmap.ALLOCATIONGRANULARITY}")
     # Touching a mapping past the end of its file kills the process, so the file's own size decides.
     available = os.fstat(handle.descriptor).st_size
-    if handle.size_bytes <= 0 or handle.file_offset + handle.size_bytes > available:
-        raise InvalidRequest(
-            f"handles[{index}].size_bytes is {handle.size_bytes} at offset {handle.file_offset}, "
-            f"but its file has {available} bytes"
-        )
+    if not 0 < handle.size_bytes <= available:
+        raise InvalidRequest(f"handles[{index}].size_bytes is {handle.size_bytes}, but its file has {available} bytes")
     try:
-        return mmap.mmap(handle.descriptor, handle.size_bytes, offset=handle.file_offset)
+        return mmap.mmap(handle.descriptor, handle.size_bytes)
     except OSError as error:
         raise InvalidRequest(f"handles[{index}] cannot be mapped for writing ({error.strerror})") from error

@@ -176,7 +176,7 @@ class CudaRuntime:
         self.ordinal = ordinal
         self.device = torch.device("cuda", ordinal)
         self.device_uuid = self.driver.device_uuid(ordinal)
-        self.name = torch.cuda.get_device_name(self.device)
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # raises if this torch was built without CUDA
         self._pinned = PinnedExtents()
         self._batches_peers = True
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvpool.core.cancel import CancelToken
 from kvpool.core.errors import KvPoolError, NotServed
 from kvpool.core.grid import ShardGrid, shards_in
-from kvpool.core.ipc import IpcEvent, MappedSegment
+from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.plane_table import PlaneTable
@@ -54,13 +54,7 @@ class CudaDevice:
         )
         self._peers = PeerPuller(self._runtime_of, programs=peer_programs, on_broken=on_broken)
 
-    def check(
-        self,
-        spec: KeyspaceSpec,
-        layout: EngineLayout,
-        handles: Sequence[MappedHandle],
-        events: Sequence[IpcEvent],
-    ) -> None:
+    def check(self, handles: Sequence[MappedHandle], events: Sequence[IpcEvent]) -> None:
         """See ports.Device.check."""
         for number, handle in enumerate(handles):
             if handle.ipc is None:
@@ -94,7 +88,7 @@ class CudaDevice:
 
     async def map_peer(self, spec: KeyspaceSpec, layout: EngineLayout, handles: Sequence[MappedHandle]) -> PeerCache:
         """See ports.Device.map_peer. Mapped for this agent's own GPU; for another one by the first pull into it."""
-        self.check(spec, layout, handles, [])
+        self.check(handles, [])
         memory = self._peer_memory(spec, layout, handles)
         work = asyncio.ensure_future(asyncio.to_thread(memory.addresses, self.runtime.ordinal))
         mapped, cancelled = await finished(work)
@@ -112,9 +106,9 @@ class CudaDevice:
         """See ports.Device.pull. The kernel runs on the GPU of the destination's cache."""
         return await self._peers.pull(destination, parts, stop)
 
-    def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
+    def register_segment(self, segment: memoryview) -> Callable[[], None]:
         """See ports.Device.register_segment. What cannot be pinned is copied through the driver's staging: slower."""
-        address, size_bytes = int(np.frombuffer(segment.view, dtype=np.uint8).ctypes.data), len(segment.view)
+        address, size_bytes = int(np.frombuffer(segment, dtype=np.uint8).ctypes.data), len(segment)
         try:
             self.runtime.pin(address, size_bytes)
         except CudaError as error:

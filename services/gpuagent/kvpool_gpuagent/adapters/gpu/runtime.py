@@ -51,8 +51,6 @@ class Stream(Protocol):
 class GpuRuntime(Protocol):
     """One device of this process. Threads that use it call `attach` first."""
 
-    name: str
-
     def attach(self) -> None:
         """Make the device current in this thread."""
         ...
