@@ -17,7 +17,6 @@ from kvpool.client.page_items import AcquireItem, ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.sync import BackgroundLoop
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.ipc import MappedSegment
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal, verify
 from kvpool.core.payload import payload_bytes
 from kvpool_cli.errors import CommandFailed
@@ -105,11 +104,11 @@ class BenchSession:
         return [slots[number] for number in range(len(keys))]
 
 
-def _populate(segment: MappedSegment) -> Callable[[], None]:
+def _populate(segment: memoryview) -> Callable[[], None]:
     """Fill the page tables now, as the agent does: first touches are no part of a copy."""
-    if isinstance(segment.view.obj, mmap.mmap):
+    if isinstance(segment.obj, mmap.mmap):
         with suppress(OSError):  # an older kernel
-            segment.view.obj.madvise(_MADV_POPULATE_READ)
+            segment.obj.madvise(_MADV_POPULATE_READ)
     return lambda: None
 
 

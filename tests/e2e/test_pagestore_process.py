@@ -134,7 +134,7 @@ from tests.fixtures.pagestore_process import CLIENT, KEYSPACES, write
 sizes = []
 
 def mapped(segment):
-    sizes.append(len(segment.view))
+    sizes.append(len(segment))
     return lambda: None
 
 async def main():

@@ -51,7 +51,7 @@ class TokenAuthenticator:
 
     def authenticate(self, metadata: Metadata) -> Identity | None:
         token = metadata.get("authorization")
-        return Identity(str(token), "someone") if token else None
+        return Identity(str(token)) if token else None
 
 
 class AioEcho:

@@ -213,7 +213,7 @@ async def test_without_the_index_what_is_known_is_still_answered(index: RunningI
     async with asking(index, chain.keyspace) as one:
         await eventually(lambda: one.replica.is_current)
         await one.match(chain, 20)
-        index.engine.drain()
+        index.engine.streams.end_all()
         await one.client.match_stream.close()
         assert (await one.match(chain)).matched_chunks == 20
         one.clock.advance(10.0)

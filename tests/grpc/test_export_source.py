@@ -70,7 +70,7 @@ async def test_a_page_that_one_node_has_spoilt_or_not_comes_from_another() -> No
             first_world.memory.damage(page_key(1, 1), 100)
             both = ((first.node, 0b110), (replace(second.node, node_id=b"2" * 16), 0b110))  # fixtures have one id
             planned = [
-                PlannedChunk.of(page_key(number).chunk_hash, ROOT_HASH, sources, GRID)
+                PlannedChunk.of(page_key(number).chunk_hash, sources, GRID)
                 for number, sources in ((1, both), (2, both), (3, both), (4, both), (5, ((first.node, 0b010),)))
             ]
             with PageFetcher(MANIFEST, PageTransferClient) as fetcher:
@@ -87,7 +87,7 @@ async def test_a_node_that_is_gone_is_reported() -> None:
     with new_world() as world:
         async with served(world) as node:
             gone = node.node
-    planned = [PlannedChunk.of(page_key(1).chunk_hash, ROOT_HASH, ((gone, 0b110),), GRID)]
+    planned = [PlannedChunk.of(page_key(1).chunk_hash, ((gone, 0b110),), GRID)]
     with PageFetcher(MANIFEST, PageTransferClient) as fetcher:
         assert await asyncio.to_thread(fetcher.fetch, planned) == [None]
         assert fetcher.failures == {"SERVICE_UNAVAILABLE": 2}

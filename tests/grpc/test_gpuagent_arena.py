@@ -16,7 +16,6 @@ import pytest
 from kvpool.client.pagestore import SessionPlan
 from kvpool.client.segments import MapHook
 from kvpool.core.errors import KvPoolError, LeaseLost, ServiceUnavailable
-from kvpool.core.ipc import MappedSegment
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.core.page import HEADER_BYTES
 from kvpool.core.spans import PageSpan
@@ -91,8 +90,8 @@ async def test_the_next_engine_finds_the_arena_mapped() -> None:
     with new_world() as world:
         mapped: list[int] = []
 
-        def on_map(segment: MappedSegment) -> Callable[[], None]:
-            mapped.append(len(segment.view))
+        def on_map(segment: memoryview) -> Callable[[], None]:
+            mapped.append(len(segment))
             return lambda: None
 
         link = link_to(world, on_map)
@@ -226,8 +225,8 @@ async def test_an_idle_link_lets_go_of_the_arena_of_a_pagestore_that_crashed() -
     with new_world() as world:
         unmapped: list[int] = []
 
-        def on_map(segment: MappedSegment) -> Callable[[], None]:
-            return partial(unmapped.append, len(segment.view))
+        def on_map(segment: memoryview) -> Callable[[], None]:
+            return partial(unmapped.append, len(segment))
 
         link = link_to(world, on_map)
         async with served(world):

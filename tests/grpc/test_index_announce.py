@@ -155,7 +155,7 @@ async def test_streams_end_when_the_index_drains(index: RunningIndex) -> None:
     chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
     async with node.announcing() as stream:
         await stream.send(chain.added([0]))
-        index.engine.drain()
+        index.engine.streams.end_all()
         with pytest.raises(errors.Draining):
             await stream.send(chain.added([1]))
     call = index.stub.MatchStream()

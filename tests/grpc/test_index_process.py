@@ -18,7 +18,7 @@ import pytest
 
 from kvpool.testing import eventually_sync
 from kvpool.v1 import index_pb2, index_pb2_grpc
-from kvpool_index.servicer_match import varint
+from kvpool.wire.frames import varint
 from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
 from tests.fixtures.redis_topologies import redis_cluster as redis_cluster

@@ -25,9 +25,9 @@ async def test_restarts_leave_nothing_behind(index: RunningIndex, store: IndexSt
         await node.register(new_incarnation=True)
     await node.announce(chain.added(range(8)))
     assert sorted(await named(store)) == [3] * 32 + [4] * 4 + [5] * 4
-    assert await index.engine.sweep() == 3 * 40
+    assert await index.engine.dead_locations.sweep() == 3 * 40
     assert sorted(await named(store)) == [1] * 4 + [2] * 4
-    assert await index.engine.sweep() == 0
+    assert await index.engine.dead_locations.sweep() == 0
     assert index.metric("kvpool_index_dead_locations_removed_total") == 3 * 40
 
 
@@ -35,7 +35,7 @@ async def test_what_a_node_has_that_registered_elsewhere_stays(index: RunningInd
     async with running_index(store) as elsewhere:
         chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(elsewhere.stub).register()
         await node.announce(chain.added(range(40)))
-        assert await index.engine.sweep() == 0
+        assert await index.engine.dead_locations.sweep() == 0
     assert await named(store) == [1] * 40
 
 

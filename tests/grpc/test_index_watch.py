@@ -213,7 +213,7 @@ async def test_no_more_watch_than_may_however_many_begin_at_once(
         return await tails()
 
     monkeypatch.setattr(store.events, "tails", slow)
-    watches = [index.engine.watch("default", "", b"", for_replica=True) for _ in range(6)]
+    watches = [index.engine.watches.watch("default", "", b"", for_replica=True) for _ in range(6)]
     begun = await asyncio.gather(*(anext(watch) for watch in watches), return_exceptions=True)
     assert sum(isinstance(each, errors.Overloaded) for each in begun) == 4, "two may watch"
     for watch in watches:
@@ -222,7 +222,7 @@ async def test_no_more_watch_than_may_however_many_begin_at_once(
 
 async def test_a_draining_index_ends_its_watches(index: RunningIndex) -> None:
     async with watching(index) as watch:
-        index.engine.drain()
+        index.engine.streams.end_all()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await watch.next()
         assert isinstance(error_from_rpc(caught.value), errors.Draining)

@@ -98,8 +98,8 @@ async def test_a_log_that_was_rolled_back_is_not_read_to_its_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(store.events, "tails", wiped)
-        assert not await index.engine.watch_reader.reaches_end()
-    assert await index.engine.watch_reader.reaches_end()
+        assert not await index.engine.watches.reader.reaches_end()
+    assert await index.engine.watches.reader.reaches_end()
     watch.call.cancel()
 
 

@@ -163,8 +163,8 @@ async def test_what_is_there_or_being_written_is_not_written_again() -> None:
             assert answer.exists.tolist() == [0, 1]
             assert answer.pending.tolist() == [2, 3]
             assert answer.granted.pages.tolist() == [4, 5]
-            await one.abort(pending.granted.lease_ids)
-            await other.abort(answer.granted.lease_ids)
+            one.abort_soon(pending.granted.lease_ids)
+            other.abort_soon(answer.granted.lease_ids)
             assert await one.close() and await other.close()
 
 
@@ -309,7 +309,7 @@ async def test_the_window_bounds_leases_page_by_page() -> None:
             more = await session.reserve_span(page_span(30, 3))
             assert more.granted.pages.tolist() == [0]
             assert [type(error) for _, error in more.failed] == [SessionBusy] * 2
-            await session.abort(np.concatenate((reserved.granted.lease_ids, more.granted.lease_ids)))
+            session.abort_soon(np.concatenate((reserved.granted.lease_ids, more.granted.lease_ids)))
             await release(session, [*held, *answers])
             many: dict[str, Any] = {"positions": np.zeros(5, np.int32), "shards": np.zeros(5, np.uint8)}
             with pytest.raises(InvalidRequest, match="positions"):

@@ -170,7 +170,7 @@ async def test_reads_end_with_a_request_that_is_refused() -> None:
 
 async def acquired(peer: RawPeer, request_id: int, **more: object) -> int:
     """The lease of page 1, read."""
-    items = acquire_to_proto([AcquireItem(page_key(1))], 1000, False)
+    items = acquire_to_proto([AcquireItem(page_key(1))], 1000)
     await peer.send(request_id, acquire=items, **more)
     lease_id: int = (await peer.next_of("acquire")).acquire.results[0].slot.lease_id
     assert lease_id

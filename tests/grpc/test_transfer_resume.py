@@ -202,8 +202,8 @@ class Pulling:
 
 
 @contextmanager
-def closing_peers(peers_max: int = 32) -> Iterator[GrpcPeerPages]:
-    peers = GrpcPeerPages(peers_max=peers_max)
+def closing_peers(clients_max: int = 32) -> Iterator[GrpcPeerPages]:
+    peers = GrpcPeerPages(clients_max=clients_max)
     try:
         yield peers
     finally:
@@ -253,7 +253,7 @@ def test_connections_to_peers_are_kept_and_bounded() -> None:
         serving(servicers[0]) as first,
         serving(servicers[1]) as second,
         serving(servicers[2]) as third,
-        closing_peers(peers_max=2) as peers,
+        closing_peers(clients_max=2) as peers,
     ):
         for endpoint in (first, second, first, third, first, second):
             pull(endpoint)

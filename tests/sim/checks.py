@@ -52,7 +52,7 @@ async def what_is_left(world: World, clients: list[ClientNode]) -> list[str]:
             left.append(f"{store.name} does not serve")
         else:
             left += [f"{store.name}: {what}" for what in _left_in(world, store.engine)]
-            if store.index is not None and store.index.registered is None:
+            if store.index is not None and store.index.me() is None:
                 left.append(f"{store.name} is not registered")
             elif not await _is_newest(world, store, store.engine.incarnation):
                 left.append(f"{store.name} is registered as another process and has not heard of it")

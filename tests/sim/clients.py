@@ -215,7 +215,7 @@ class ClientNode:
         if not leases:
             return
         if rng.random() < 0.1:
-            await session.abort(leases)
+            session.abort_soon(leases)
             return
         errors = dict(await session.commit(leases, sealed=sealed))
         for index, (key, slot) in enumerate(granted):

@@ -20,7 +20,7 @@ from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeKind, NodeLease, Regis
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2_grpc
-from kvpool_pagestore.adapters.index_link import IndexPlacement, NodeIndexLink
+from kvpool_pagestore.adapters.index_link import NodeIndexLink
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.events import DiskChanged, PageEvent
 from kvpool_pagestore.core.page_table import PageTable
@@ -83,7 +83,7 @@ class PageStoreNode:
         self.index: NodeIndexLink | None = None
         self.serving = False
         self.stop: Stop | None = None
-        self._process_id = b""  # of the last registration
+        self.process_id = b""  # of the last registration
         self._committed: dict[int, PageRecord] = {}  # by id: kept, so that no other record gets it
         self._workers: list[SimWorkers] = []
 
@@ -167,15 +167,14 @@ class PageStoreNode:
         world, config, loop = self.world, self._config(), self.world.loop
         arena = SimArena(self.host, process)
         store = self._store(process) if self.shape.disk_pages else None
-        link = NodeIndexLink(config.index_endpoints, config.index_timeout_ms / 1e3, config.reconcile_interval_ms / 1e3)
-        self._watch_registrations(link)
+        link = _IndexLink(self, config)
         parts = EngineParts(
             arena=arena,
             store=store,
             disk_live_bytes=self.disk.budget_bytes,
             peers=SimPeers(world, self),
             index=link,
-            placement=_Placement(self, link),
+            placement=link,
             workers=self._make_workers(),
             clock=SimClock(loop, self.shape.wall_offset_s),
             first_segment_id=((self.number + 1) << 40) + (self.starts << 16) + 1,
@@ -215,23 +214,13 @@ class PageStoreNode:
         if self.host.segment_bytes > counted_bytes:
             self.host.fail(f"{self.host.segment_bytes} bytes of segments are there, {counted_bytes} are counted")
 
-    def _watch_registrations(self, link: NodeIndexLink) -> None:
-        """Note as which process this one registers."""
-        register, self._process_id = link.client.register_node, b""
-
-        async def registered(node: NodeInfo, *, attempt: RegistrationAttempt = UNNUMBERED, **how: Any) -> NodeLease:
-            self._process_id = attempt.process_id
-            return await register(node, attempt=attempt, **how)
-
-        link.client.register_node = registered  # type: ignore[method-assign]
-
     async def _check_successor(self) -> None:
         """Only another process may end this one, not a registration of its own that came late or twice."""
         redis = self.world.redis
         if await redis.store.nodes.find(self.node_id) is None:
             return
-        own = self._process_id == redis.store.nodes.attempts[self.node_id].process_id
-        if self._process_id and own and not redis.has_forgotten:
+        own = self.process_id == redis.store.nodes.attempts[self.node_id].process_id
+        if self.process_id and own and not redis.has_forgotten:
             self.world.violations.append(f"{self.name} was ended by a registration of its own")
 
     def _listen(self, config: PageStoreConfig, engine: PageStoreEngine, arena: SimArena) -> None:
@@ -402,13 +391,20 @@ def _has_had(disk: SimDisk, key: PageKey) -> bool:
     return GRID.covers(present, 1 << key.shard)
 
 
-class _Placement(IndexPlacement):
-    """Sees that a drain that is done has left no page behind."""
+class _IndexLink(NodeIndexLink):
+    """Notes as which process the node registers, and sees that a drain that is done has left no page behind."""
 
-    def __init__(self, node: PageStoreNode, link: NodeIndexLink) -> None:
-        super().__init__(link)
-        self._node = node
+    def __init__(self, owner: PageStoreNode, config: PageStoreConfig) -> None:
+        super().__init__(config.index_endpoints, config.index_timeout_ms / 1e3, config.reconcile_interval_ms / 1e3)
+        self._owner, owner.process_id = owner, b""
+        register = self._client.register_node
+
+        async def registered(node: NodeInfo, *, attempt: RegistrationAttempt = UNNUMBERED, **how: Any) -> NodeLease:
+            owner.process_id = attempt.process_id
+            return await register(node, attempt=attempt, **how)
+
+        self._client.register_node = registered  # type: ignore[method-assign]
 
     async def leave(self) -> None:
-        self._node.check_drained()
+        self._owner.check_drained()
         await super().leave()

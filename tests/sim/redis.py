@@ -114,7 +114,7 @@ class SimStore:
         self.nodes = SimNodes(clock, self.events)
         self.keyspaces = MemoryKeyspaceRegistry(clock)
         self.policies = MemoryPolicyRegistry(clock)
-        self.locations = MemoryLocationStore(clock, self.nodes, tombstone_s=60.0)
+        self.locations = MemoryLocationStore(clock, self.nodes)
 
 
 class SimRedis:

@@ -110,7 +110,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize()
     def open_keyspace(self) -> None:
-        opened = self.run(self.engine.open_keyspace(TENANT, "chat", SPEC))
+        opened = self.run(self.engine.keyspaces.open(TENANT, "chat", SPEC))
         assert opened.keyspace.grid.valid_shards == (1 << SHARDS) - 1
         assert opened.keyspace.all_shards == bitmap(WHOLE)
         self.keyspace = opened.keyspace.keyspace_id
@@ -130,7 +130,7 @@ class IndexMachine(RuleBasedStateMachine):
             endpoint="h:1",
             incarnation=held,
         )
-        lease = self.run(self.engine.register_node(info, node.incarnation))
+        lease = self.run(self.engine.nodes.register(info, node.incarnation))
         assert lease.incarnation == held if held else lease.incarnation > node.incarnation
         if not held:
             node.held.clear()
@@ -145,7 +145,7 @@ class IndexMachine(RuleBasedStateMachine):
         expected = self.alive(number)
         try:
             lease = Renewal(node_id=bytes([number]) * 16, incarnation=node.incarnation, load=NodeLoad())
-            refused = self.run(self.engine.renew_leases([lease]))[0]
+            refused = self.run(self.engine.leases.renew([lease]))[0]
             if refused[0] is not None:
                 raise refused[0]
         except LeaseLost:
@@ -157,7 +157,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(number=node_numbers)
     def end(self, number: int) -> None:
         node = self.nodes[number]
-        self.run(self.engine.end_lease(bytes([number]) * 16, node.incarnation))
+        self.run(self.engine.nodes.end(bytes([number]) * 16, node.incarnation))
         node.ended = True
         node.held.clear()
 
@@ -213,7 +213,7 @@ class IndexMachine(RuleBasedStateMachine):
             location=location,
         )
         there = bool(node.held.get((chunk, tier), set()) & shards)
-        assert self.run(self.engine.report_stale(TENANT, [stale])) == [there]
+        assert self.run(self.engine.announcements.report_stale(TENANT, [stale])) == [there]
         if there:
             node.held[chunk, tier] -= shards
 
@@ -222,7 +222,7 @@ class IndexMachine(RuleBasedStateMachine):
         dropped = [number] if number is not None else range(NODES)
         touched = {chunk for each in dropped for (chunk, _), shards in self.nodes[each].held.items() if shards}
         node_id = bytes([number]) * 16 if number is not None else b""
-        count = self.run(self.engine.drop_keyspace(TENANT, self.keyspace, node_id))
+        count = self.run(self.engine.announcements.drop(TENANT, self.keyspace, node_id))
         # Without a node, what ended or older processes left behind goes too; the model has forgotten it.
         assert count == len(touched) if number is not None else count >= len(touched)
         for each in dropped:
@@ -246,7 +246,7 @@ class IndexMachine(RuleBasedStateMachine):
             shards=bitmap(shards),
             host_id=host,
         )
-        found = self.run(self.engine.match(TENANT, query))
+        found = self.run(self.engine.matches.match(TENANT, query))
         expected: list[list[tuple[int, Tier, int]]] = []
         for chunk in range(first, CHUNKS):
             places = self.model_places(chunk, cells_of(shards or WHOLE), host)

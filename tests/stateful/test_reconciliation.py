@@ -122,14 +122,14 @@ class World:
         return digests
 
     async def reconcile_split_groups(self, node_id: bytes, incarnation: int, *, range_number: int) -> list[SplitGroup]:
-        groups, _, _ = await self.engine.split_groups(node_id, incarnation, range_number, b"")
+        groups, _, _ = await self.engine.reconciliation.split_groups(node_id, incarnation, range_number, b"")
         return groups
 
     async def register(self) -> None:
         known = NodeInfo(
             node_id=NODE.node_id, kind=NODE.kind, endpoint=NODE.endpoint, incarnation=self.lease.incarnation
         )
-        self.lease = await self.engine.register_node(known, 0)
+        self.lease = await self.engine.nodes.register(known, 0)
         self.reconciler.start_round(unsure=True)
         await self.reopen()
 
@@ -160,7 +160,7 @@ class World:
             stale = StaleLocation(
                 keyspace=KEYSPACE, chunk_hash=HASHES[number], group_head_hash=HEADS[number], location=place
             )
-            await self.engine.report_stale("default", [stale])
+            await self.engine.announcements.report_stale("default", [stale])
         elif kind == "round":
             await self.round([])
 
@@ -281,7 +281,7 @@ async def _fill(world: World, number: int) -> list[tuple[bytes, int]]:
     found: list[tuple[bytes, int]] = []
     for at in range(MAX_ENTRIES):
         node = NodeInfo(node_id=at.to_bytes(16, "big"), kind=NODE.kind, endpoint="h:1")
-        lease = await world.engine.register_node(node, 0)
+        lease = await world.engine.nodes.register(node, 0)
         stream = await world.engine.open_announce(node.node_id, lease.incarnation, lease.announce_epoch)
         change = LocationChange(
             keyspace=KEYSPACE,
@@ -322,7 +322,7 @@ def test_a_node_that_a_full_chunk_leaves_out_is_not_repaired_for_ever_and_record
         assert set(await world.known()) == {1, 2}
         place = Location(node_id=full, incarnation=incarnation, tier=TIERS[1], shards=VALID)
         gone = StaleLocation(keyspace=KEYSPACE, chunk_hash=HASHES[0], group_head_hash=HEADS[0], location=place)
-        assert await world.engine.report_stale("default", [gone]) == [True]
+        assert await world.engine.announcements.report_stale("default", [gone]) == [True]
         for _ in range(66):
             await world.round([])
         assert set(await world.known()) == {0, 1, 2}

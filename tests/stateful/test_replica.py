@@ -176,7 +176,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         if at < len(self.questions) and (question := self.questions[at]).answer is not None:
             del self.questions[at]
             self.table.learn(question.asked, question.query, question.answer)
-            self.table.end(question.asked)
+            self.table.end()
 
     @rule(first=st.sampled_from(CHUNKS))
     def forget(self, first: int) -> None:
@@ -226,7 +226,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         for first in CHUNKS:
             asked = self.table.begin()
             self.table.learn(asked, query(first, 0), self.truth(query(first, 0)))
-            self.table.end(asked)
+            self.table.end()
             truth, found = self.truth(query(first, 0)), self.table.match(query(first, 0), 0.0)
             assert found.matched_chunks == truth.matched_chunks
             assert [set(run.locations) for run in found.runs] == [set(run.locations) for run in truth.runs]

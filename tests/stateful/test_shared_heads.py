@@ -108,7 +108,7 @@ class Node:
 
     async def reconcile_split_groups(self, node_id: bytes, incarnation: int, *, range_number: int) -> list[SplitGroup]:
         self.put(self.changes_while_asked)
-        groups, _, _ = await self.engine.split_groups(node_id, incarnation, range_number, b"")
+        groups, _, _ = await self.engine.reconciliation.split_groups(node_id, incarnation, range_number, b"")
         return groups
 
     # What the node does
@@ -140,7 +140,7 @@ class Node:
     async def register(self) -> None:
         await self.reconciler.load()
         info = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, endpoint="h:1")
-        self.lease = await self.engine.register_node(info, 0)
+        self.lease = await self.engine.nodes.register(info, 0)
         self.stream = await self.engine.open_announce(b"n" * 16, self.lease.incarnation, self.lease.announce_epoch)
 
     async def send(self) -> None:

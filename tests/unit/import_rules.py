@@ -22,8 +22,8 @@ WIRE = ("kvpool.wire", "kvpool.v1", *GRPC)
 NODE = ("kvpool_server.node",)
 CLI = ("kvpool_cli", "typer", "rich")
 GPU_CLIENT = Rule(may_import=(*CORE, *WIRE, "kvpool.client", "kvpool.cuda", "numpy"), inside_functions=("torch",))
-# The part of kvpool_server that knows no gRPC: bounded threads, background tasks, locks, descriptors, logs.
-RUNTIME = tuple(f"kvpool_server.{name}" for name in ("tasks", "flock", "fds", "logs"))
+# The part of kvpool_server that knows no gRPC: bounded threads, background tasks, locks, descriptors, logs, node ids.
+RUNTIME = tuple(f"kvpool_server.{name}" for name in ("tasks", "flock", "fds", "logs", "data_directory"))
 
 # A row is a module, or with ".*" a module and all below it, or with "*" all that begin so. The longest fit counts.
 RULES: dict[str, Rule] = {
@@ -81,7 +81,17 @@ RULES: dict[str, Rule] = {
     "kvpool_server.node.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.node.replica*": Rule(may_import=(*CORE, *NODE, "numpy"), pure=True),
     "kvpool_server.node.replica_feed": Rule(may_import=(*CORE, *NODE, "kvpool.client")),
-    "kvpool_server.*": Rule(may_import=(*CORE, *WIRE, "grpc_health", "grpc_reflection", "prometheus_client")),
+    "kvpool_server.*": Rule(
+        may_import=(
+            *CORE,
+            *WIRE,
+            "kvpool_server.metrics",
+            "kvpool_server.process",
+            "grpc_health",
+            "grpc_reflection",
+            "prometheus_client",
+        )
+    ),
     "kvpool_server.process": Rule(inside_functions=("uvloop",)),
     "tests.*": Rule(free=True),
     "bench.*": Rule(free=True),
@@ -97,9 +107,7 @@ SERVICE_RULES: dict[str, Rule] = {
     "{X}": Rule(may_import=("kvpool_server.process",)),  # what must be said before gRPC is imported
     "{X}.core.*": Rule(may_import=(*CORE, "numpy", "blake3", "xxhash"), pure=True),
     "{X}.ports.*": Rule(may_import=(*CORE, "{X}.core", "numpy")),
-    "{X}.config.*": Rule(
-        may_import=(*CORE, "{X}.core", "kvpool_server.config", "kvpool_server.logs", "kvpool_server.tls")
-    ),
+    "{X}.config.*": Rule(may_import=(*CORE, "{X}.core", "kvpool_server.config", "kvpool_server.service")),
     "{X}.metrics.*": Rule(may_import=(*CORE, "{X}.core", "prometheus_client")),
     "{X}.adapters.*": Rule(
         may_import=(

@@ -25,7 +25,7 @@ UNUSED_ON_PURPOSE: Mapping[str, str] = {
     "kvpool/core/codecs.py:error_bound": "what codecs promise, and are held to",
     "kvpool/core/codecs.py:rms_error_bound": "what codecs promise, and are held to",
     "kvpool/core/fault_points.py:disarm_all": "fault points are for tests",
-    "kvpool_gpuagent/kernels/": "a reference and a wrapper beside each kernel, by which it is tested and measured",
+    "kvpool_gpuagent/kernels/": "a reference beside each kernel, with which tests compare it",
     "kvpool_server/config.py:option_texts": "docs/configuration.md is made of it",
     "kvpool_server/fds.py:FdServer.connection_count": "seen by tests: how many connections are held",
     "kvpool_server/fds.py:PeerCredentials.gid": "one of the three numbers that the kernel gives",
@@ -33,7 +33,6 @@ UNUSED_ON_PURPOSE: Mapping[str, str] = {
     "kvpool_cli/lazy.py:_Described.get_short_help_str": "typer calls it",
     "kvpool_cli/output.py:as_text": "the tables of bench/ and demo/",
     "kvpool_index/core/entries.py:encode_entry": "what decode_value reads, for tests and bench/",
-    "kvpool_index/engine/index.py:IndexEngine.watch_reader": "seen by tests: how far the log was read",
     "kvpool_server/node/chunk_directory.py:FixedLocations": "what a node of a test or a bench announces",
     "kvpool_pagestore/core/page_table.py:PageTable.ready_pages": "what models and the simulator compare with",
 }

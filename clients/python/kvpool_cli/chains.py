@@ -24,7 +24,6 @@ class Chain:
 
     named: NamedKeyspace
     opened: OpenedKeyspace
-    token_count: int
     hashes: tuple[bytes, ...]
 
     @property
@@ -62,7 +61,6 @@ async def possibly_empty_chain_of(index: IndexClient, keyspace_name: str, tokens
     return Chain(
         named=named,
         opened=opened,
-        token_count=len(tokens),
         hashes=tuple(of_pages[start : start + HASH_BYTES] for start in starts),
     )
 

@@ -35,7 +35,6 @@ class ClusterOptions:
     index_port: int = 0
     lease_ttl_ms: int = 5000
     device: str = "cpu"
-    tenant: str = "default"
     log_level: str = "info"
     tls_cert_file: str = ""
     tls_key_file: str = ""
@@ -148,7 +147,7 @@ def plan_index(options: ClusterOptions, store: StorePlan) -> ProcessPlan:
         *_service("kvpool_index"),
         *("--listen", f"{options.host}:{options.index_port}", "--metrics-listen", f"{options.host}:0"),
         *("--ready-file", str(ready), "--lease-ttl-ms", str(options.lease_ttl_ms)),
-        *("--tenant", options.tenant, "--log-level", options.log_level, *options.tls_flags),
+        *("--log-level", options.log_level, *options.tls_flags),
     )
     return ProcessPlan(
         name="index-0",
@@ -173,7 +172,7 @@ def plan_pagestore(options: ClusterOptions, number: int, index_endpoint: str) ->
         *("--index-endpoints", index_endpoint, "--host-id", f"host-{number}"),
         *("--arena-bytes", str(options.arena_bytes), "--disk-bytes", str(options.disk_bytes)),
         *(("--segment-bytes", str(segment_bytes)) if segment_bytes else ()),
-        *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level, *options.tls_flags),
+        *("--ready-file", str(ready), "--log-level", options.log_level, *options.tls_flags),
     )
     pins = {"--listen": "endpoint", "--bulk-listen": "bulk_endpoint", **_METRICS_PIN}
     return ProcessPlan(name=name, role="pagestore", command=command, ready_file=ready, pins=pins)
@@ -196,7 +195,7 @@ def plan_agent(options: ClusterOptions, number: int, index_endpoint: str) -> Pro
         *("--listen", f"{options.host}:0", "--metrics-listen", f"{options.host}:0", "--advertise-host", options.host),
         *("--index-endpoints", index_endpoint, "--host-id", f"host-{host}", "--pagestore-socket", local),
         *("--device", options.device, "--device-ordinal", str(ordinal)),
-        *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level, *options.tls_flags),
+        *("--ready-file", str(ready), "--log-level", options.log_level, *options.tls_flags),
     )
     pins = {"--listen": "endpoint", **_METRICS_PIN}
     return ProcessPlan(name=name, role="agent", command=command, ready_file=ready, pins=pins)

@@ -14,7 +14,6 @@ from kvpool.client.index import IndexClient
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.client.transfer import PageToRead, PageTransferClient
 from kvpool.core.chain_order import in_chain_order
-from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.cluster import NodeInfo, PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.export_format import Manifest
@@ -39,17 +38,14 @@ class PlannedChunk:
     """
 
     chunk_hash: bytes
-    parent_hash: bytes
     sources: tuple[tuple[NodeInfo, int], ...]
     shards: int
 
     @classmethod
-    def of(
-        cls, chunk_hash: bytes, parent_hash: bytes, sources: tuple[tuple[NodeInfo, int], ...], grid: ShardGrid
-    ) -> PlannedChunk:
+    def of(cls, chunk_hash: bytes, sources: tuple[tuple[NodeInfo, int], ...], grid: ShardGrid) -> PlannedChunk:
         """A chunk in as few pages as there are."""
         present = reduce(or_, (shards for _, shards in sources), 0)
-        return cls(chunk_hash, parent_hash, sources, grid.readable(present, grid.all_shards))
+        return cls(chunk_hash, sources, grid.readable(present, grid.all_shards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +69,7 @@ async def plan_of_chain(index: IndexClient, chain: Chain) -> list[PlannedChunk]:
                 if location.tier is not Tier.GPU and location.node_id in answer.nodes
             )
             for _ in range(run.chunk_count):
-                at = len(planned)
-                parent = chain.hashes[at - 1] if at else ROOT_HASH
-                planned.append(PlannedChunk.of(chain.hashes[at], parent, sources, chain.opened.grid))
+                planned.append(PlannedChunk.of(chain.hashes[len(planned)], sources, chain.opened.grid))
     return planned
 
 
@@ -94,9 +88,7 @@ class ListedPlan:
 
     def planned(self, grid: ShardGrid) -> list[PlannedChunk]:
         """In chain order; chunks whose chain is not whole have no use and are left out."""
-        return [
-            PlannedChunk.of(one, self._parents[one], self._sources[one], grid) for one in in_chain_order(self._parents)
-        ]
+        return [PlannedChunk.of(one, self._sources[one], grid) for one in in_chain_order(self._parents)]
 
 
 def batches(planned: Sequence[PlannedChunk], chunk_bytes: int) -> Iterator[Sequence[PlannedChunk]]:

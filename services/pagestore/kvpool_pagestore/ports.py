@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 from kvpool.core.cancel import CancelToken
@@ -32,18 +31,6 @@ class Workers(Protocol):
         Raises Overloaded when the queue is full, Draining when closed.
         """
         ...
-
-
-class SessionLocks(Protocol):
-    """Locked files that show whether a peer process is gone; kvpool_server.flock is one."""
-
-    def create_session_file(self, directory: Path, session_id: str) -> int: ...
-
-    def peer_alive(self, directory: Path, session_id: str) -> bool: ...
-
-    def remove_session_file(self, directory: Path, session_id: str) -> None: ...
-
-    def list_session_files(self, directory: Path) -> list[str]: ...
 
 
 class Arena(Protocol):

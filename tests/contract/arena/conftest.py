@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from kvpool_pagestore.adapters.arena import MemfdArena
-from kvpool_server import flock
 from tests.contract.arena.test_contract import Host
 from tests.fixtures.pagestore import shared_memory_directory
 from tests.sim.host import SimArena, SimHost
@@ -26,7 +25,7 @@ class FileHost(Host):
         self._directory = directory
 
     def start(self) -> MemfdArena:
-        arena = MemfdArena(self._directory, flock)
+        arena = MemfdArena(self._directory)
         arena.open(CAPACITY_BYTES)
         return arena
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvpool.client.index import OpenedKeyspace
-from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.cluster import NodeInfo, NodeKind
 from kvpool.core.export_format import Manifest
 from kvpool.core.grid import ShardGrid
@@ -59,7 +58,7 @@ def test_ctrl_c_ends_an_export_though_a_node_hangs(
 
     async def prepared(*_: object) -> tuple[Manifest, OpenedKeyspace, Sequence[PlannedChunk]]:
         opened = OpenedKeyspace(keyspace=MANIFEST.keyspace, hash_key=HASH_KEY, grid=ShardGrid.of(SPEC), created=False)
-        return MANIFEST, opened, [PlannedChunk(chunk_hash(1), ROOT_HASH, ((NODE, 1),), 1)]
+        return MANIFEST, opened, [PlannedChunk(chunk_hash(1), ((NODE, 1),), 1)]
 
     def open_transfer(*_: Any) -> HungNode:
         return node

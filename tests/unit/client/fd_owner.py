@@ -39,7 +39,7 @@ class Owner:
         self._check(peer, token)
         if number == 666:
             raise KeyError("a bug with a secret")
-        return FdGrant(self.fd, size_bytes=11, generation=number, close_after=self.close_after)
+        return FdGrant(self.fd, size_bytes=11, close_after=self.close_after)
 
     def offer(self, peer: PeerCredentials, token: bytes, number: int, size_bytes: int, fd: int) -> None:
         self._check(peer, token)

@@ -62,10 +62,10 @@ class Memory:
         if number != SESSION_FILE_NUMBER:
             if self.is_sealed:
                 fcntl.fcntl(self.segment_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            return FetchedFd(os.dup(self.segment_fd), SEGMENT_BYTES, 1)
+            return FetchedFd(os.dup(self.segment_fd), SEGMENT_BYTES)
         fd = os.open(self.directory / "session", os.O_RDWR | os.O_CREAT)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return FetchedFd(fd, 0, 1)
+        return FetchedFd(fd, 0)
 
     def peer_alive(self) -> bool:
         fd = os.open(self.directory / "session", os.O_RDWR)

@@ -93,7 +93,7 @@ def test_tensors_of_one_allocation_are_one_region() -> None:
     assert (second.memory.allocation_offset, second.memory.allocation_bytes) == (0, SEGMENT_BYTES)
     assert second.size_bytes == 1024
     assert [(place.region, place.offset_bytes) for place in exported.places] == [(0, 3584), (1, 0), (0, 0)]
-    assert (exported.addresses, exported.device_index) == ((base + 512, 3 * SEGMENT_BYTES), 1)
+    assert exported.device_index == 1
     for region in exported.regions:
         region.memory.check("region", region.size_bytes)
 

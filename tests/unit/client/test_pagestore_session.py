@@ -113,7 +113,7 @@ async def test_a_refused_request_leaves_the_session_open(tmp_path: Path) -> None
         stream.send(Response(request_id=request.request_id, error=item_error_to_proto(KeyspaceUnknown("k"))))
         with pytest.raises(KeyspaceUnknown):
             await reserving
-        assert session.failure is None
+        assert session._stream.failure is None
 
 
 @pytest.mark.parametrize("how", ["cancelled", "too late"])

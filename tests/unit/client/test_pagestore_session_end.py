@@ -49,8 +49,8 @@ async def test_heartbeats_go_out_and_silence_ends_the_session(tmp_path: Path) ->
         beat = await stream.next("heartbeat")
         assert beat.request_id == 0
         await asyncio.wait_for(session.broken.wait(), PATIENCE_S)
-        assert session.failure is not None
-        assert "nothing was heard" in session.failure.message
+        assert session._stream.failure is not None
+        assert "nothing was heard" in session._stream.failure.message
 
 
 async def test_heartbeat_answers_keep_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,16 +69,16 @@ async def test_heartbeat_answers_keep_the_session(tmp_path: Path, monkeypatch: p
             await stream.next("heartbeat")
             stream.send(Response(heartbeat=pagestore_pb2.SessionHeartbeat()))
             await eventually(lambda: heard)
-        assert session.failure is None
+        assert session._stream.failure is None
 
 
 async def test_a_client_that_stood_still_does_not_give_up_a_pagestore_that_is_well(tmp_path: Path) -> None:
     async with peer(tmp_path) as one:
         session, stream = await one.open()
         stood_still(3600.0)
-        await eventually(lambda: session.failure is not None or not stream.received.empty())
+        await eventually(lambda: session._stream.failure is not None or not stream.received.empty())
         assert (await stream.next("heartbeat")).request_id == 0
-        assert session.failure is None
+        assert session._stream.failure is None
 
 
 async def test_close_unmaps_first_and_waits_for_the_confirmation(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a hook on new mappings is given: the bytes and their file, for as long as it runs."""
+"""What a hook on new mappings is given: their bytes, for as long as it runs."""
 
 from __future__ import annotations
 
@@ -10,33 +10,37 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.client.fds import FetchedFd
 from kvpool.client.segments import SegmentMap
 from kvpool.core.errors import InvalidRequest, ServiceUnavailable
-from kvpool.core.ipc import MappedSegment
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.store_peer import Memory
 
 
-async def test_a_hook_gets_the_mapping_and_its_file_and_is_undone(tmp_path: Path) -> None:
+async def test_a_hook_gets_the_mapping_and_is_undone(tmp_path: Path) -> None:
     memory = Memory(tmp_path)
-    seen: list[MappedSegment] = []
+    fetched: list[FetchedFd] = []
+    seen: list[memoryview] = []
     undone: list[int] = []
 
-    def on_map(segment: MappedSegment) -> Callable[[], None]:
+    def on_map(segment: memoryview) -> Callable[[], None]:
         seen.append(segment)
-        segment.view[:4] = b"view"
-        assert os.pread(segment.descriptor, 4, 0) == b"view"
-        assert os.path.sameopenfile(segment.descriptor, memory.segment_fd)
+        segment[:4] = b"view"
+        assert os.pread(memory.segment_fd, 4, 0) == b"view"
         return lambda: undone.append(1)
 
-    segments = SegmentMap("/descriptors", b"t" * 32, timeout_s=1.0, fetch=memory.fetch, on_map=on_map)
+    def fetch(path: str, token: bytes, number: int, *, timeout_s: float) -> FetchedFd:
+        fetched.append(memory.fetch(path, token, number, timeout_s=timeout_s))
+        return fetched[-1]
+
+    segments = SegmentMap("/descriptors", b"t" * 32, timeout_s=1.0, fetch=fetch, on_map=on_map)
     await segments.open()
     await segments.map([3, 3])
     assert len(seen) == 1
     with pytest.raises(ValueError, match="released"):
-        len(seen[0].view)
+        len(seen[0])
     with pytest.raises(OSError, match="descriptor"):
-        os.fstat(seen[0].descriptor)
+        os.fstat(fetched[-1].fd)
     assert bytes(segments.view(3, 0, 4)) == b"view"
     assert not undone
     assert segments.close()
@@ -59,7 +63,7 @@ async def test_callers_that_need_overlapping_segments_map_each_once(tmp_path: Pa
 async def test_nothing_is_taken_for_unmapped_while_a_hook_still_has_it(tmp_path: Path) -> None:
     begun, go_on, undone = threading.Event(), threading.Event(), list[int]()
 
-    def on_map(segment: MappedSegment) -> Callable[[], None]:
+    def on_map(segment: memoryview) -> Callable[[], None]:
         begun.set()
         assert go_on.wait(PATIENCE_S)
         return lambda: undone.append(1)

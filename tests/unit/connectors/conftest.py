@@ -13,5 +13,5 @@ from kvpool.connectors.vllm.switch_interval import switch_interval
 def _no_work_left_behind() -> Iterator[None]:
     """Lookups and loads that a test has left behind shorten the interval of no other."""
     yield
-    while switch_interval.is_short:
+    while switch_interval._holders:
         switch_interval.restore()

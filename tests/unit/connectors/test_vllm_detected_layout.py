@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.connectors.vllm.detected_layout import detect_layout
+from kvpool.connectors.vllm.wiring import detect_layout
 from kvpool.core.geometry import KvGroup
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec

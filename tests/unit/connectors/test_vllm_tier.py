@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.tier.jobs import FAILED_PAUSE_S, LACKING_S, TierJobs
-from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.connectors.vllm.tier.lookups import TierLookups
 from kvpool.connectors.vllm.tier.settings import TierSettings
 from kvpool.connectors.vllm.tier.step_yield import StepYield
@@ -97,7 +97,7 @@ class World:
 
     def __init__(self, store_chunks_max: int = 16) -> None:
         self.clock, self.store = Clock(), ScriptedStore()
-        self.known = KnownKeys(60.0, 1000, self.clock)
+        self.known = KnownChunks(known_s=60.0, limit=1000, now_s=self.clock)
         self.memory = bytearray(b"".join(bytes([number]) * CHUNK for number in range(16)))
         self.jobs = TierJobs(memoryview(self.memory), CHUNK, self.known, store_chunks_max * CHUNK, self.clock)
         self.lookups = TierLookups(self.known, 0.5, self.clock)

@@ -35,7 +35,7 @@ def test_a_kernel_that_follows_the_table_gathers_and_scatters_as_the_reference(d
     ids = noise.permutation(layout.block_count)[: spec.chunk_tokens // layout.block_tokens].astype(np.int64)
     written = grid.bitmap_for(layout.layer_range, layout.head_range)
     assert [*table.shards] == list(shards_in(grid.touching(written)))
-    assert all(table.of_shard(shard).is_whole for shard in shards_in(written))
+    assert all(table.of_shard(shard).heads == grid.heads_of(shard) for shard in shards_in(written))
     for shard, planes in table.shards.items():
         payload = noise.integers(0, 256, planes.payload_bytes, dtype=np.uint8)
         scatter_payload_reference(spec, grid, shard, layout, expected, ids, payload)
@@ -60,7 +60,7 @@ def test_a_kernel_that_follows_the_table_gathers_and_scatters_as_the_reference(d
                         row[:] = payload[begin : begin + row_bytes]
                         gathered[begin : begin + row_bytes] = 0
         assert all(np.array_equal(handle, wanted) for handle, wanted in zip(handles, expected, strict=True))
-        if planes.is_whole:
+        if planes.heads == grid.heads_of(shard):
             assert not gathered.any()  # no byte of the payload is left out
 
 
@@ -74,13 +74,12 @@ def test_a_rank_has_all_shards_that_it_writes_or_reads() -> None:
     layout = vllm_nhd_layout(spec, range(2, 4), range(2, 4), 8, 10)
     table = PlaneTable.of(spec, ShardGrid(4, 4, 2, (1, 2, 4)), layout, [1 << 30, 1 << 31])
     assert [
-        (shard, planes.layers, planes.heads, planes.is_whole, planes.first_plane, planes.plane_count)
-        for shard, planes in table.shards.items()
+        (shard, planes.heads, planes.first_plane, planes.plane_count) for shard, planes in table.shards.items()
     ] == [
-        (7, range(2, 4), range(2, 4), False, 0, 4),  # all heads
-        (9, range(2, 4), range(2, 4), True, 4, 4),  # its own
-        (12, range(2, 4), range(2, 3), True, 8, 4),
-        (13, range(2, 4), range(3, 4), True, 12, 4),
+        (7, range(2, 4), 0, 4),  # all heads
+        (9, range(2, 4), 4, 4),  # its own
+        (12, range(2, 3), 8, 4),
+        (13, range(3, 4), 12, 4),
     ]
     # V of layer 3, heads 2 and 3 in a page of all heads: a layer of the payload has 4 heads of 16 tokens of K and V.
     engine = ((1 << 31) + 10 * 8 * 32, 8 * 32, 32)

@@ -79,7 +79,7 @@ class Replica:
         asked = self.table.begin()
         found = ChainMatch(matched_chunks=sum(run.chunk_count for run in runs), runs=runs)
         self.table.learn(asked, query, found)
-        self.table.end(asked)
+        self.table.end()
 
     def matched(self, hashes: bytes, now_s: float = 0.0, shards: int = 0) -> int:
         return self.table.match(ask(hashes, shards=shards), now_s).matched_chunks
@@ -194,7 +194,7 @@ def test_an_answer_is_not_learned_where_an_event_came_in_between() -> None:
     replica.hold(hashes[:16])  # gone: and perhaps after the index looked
     found = ChainMatch(matched_chunks=32, runs=(MatchRun(chunk_count=32, locations=(at(A),)),))
     replica.table.learn(asked, ask(hashes), found)
-    replica.table.end(asked)
+    replica.table.end()
     assert replica.matched(hashes) == 0
     assert replica.table.match(ask(hashes, first=16), 0.0).matched_chunks == 16, "the other group was left alone"
 
@@ -319,7 +319,7 @@ def test_an_answer_from_before_a_resync_is_not_learned() -> None:
     replica.feed(HeartbeatEvent(age_ms=0))
     found = ChainMatch(matched_chunks=16, runs=(MatchRun(chunk_count=16, locations=(at(A),)),))
     replica.table.learn(asked, ask(hashes), found)
-    replica.table.end(asked)
+    replica.table.end()
     assert replica.matched(hashes) == 0
 
 

@@ -9,6 +9,7 @@ import re
 import pytest
 import yaml
 
+from kvpool_server.logs import LogFormat
 from kvpool_server.server import LIVENESS
 from tests.unit.deploy.manifests import (
     K8S,
@@ -103,7 +104,7 @@ def test_variables_are_settings_that_the_service_reads(path: str) -> None:
         known = {f"{container.prefix}_{field.name}".upper() for field in dataclasses.fields(config)}
         own = {name for name in container.environment if name.startswith("KVPOOL_")}
         assert own <= known, container.name
-        assert config.log_format == "json" or path == "examples/demo"
+        assert config.log_format is LogFormat.JSON or path == "examples/demo"
 
 
 @pytest.mark.parametrize("path", EVERYTHING)

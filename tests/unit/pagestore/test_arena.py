@@ -13,7 +13,6 @@ import pytest
 import kvpool_pagestore.adapters.arena as arena_module
 from kvpool.core.errors import ArenaFull, StartupFailed
 from kvpool_pagestore.adapters.arena import MemfdArena
-from kvpool_server import flock
 from tests.fixtures.pagestore import shared_memory_directory
 
 MIB = 1 << 20
@@ -29,7 +28,7 @@ SESSION = b"s" * 16
 
 
 def opened(directory: Path, capacity_bytes: int = 4 * MIB, root: Path = Path("/")) -> MemfdArena:
-    arena = MemfdArena(directory, flock, root)
+    arena = MemfdArena(directory, root)
     arena.open(capacity_bytes)
     return arena
 

@@ -86,10 +86,12 @@ async def test_a_writer_over_its_keyspaces_quota_gives_up_its_own_oldest_pages()
             for number in range(30):
                 assert await put(running, peer, KEYSPACE, number) is None
                 await running.engine.flush(TENANT, b"")
-                assert running.engine.quotas.used_bytes(KEYSPACE) <= 6 * BOTH_BYTES
-            assert running.engine.quotas.used_bytes(OTHER) == 5 * BOTH_BYTES, "another keyspace paid"
+                assert running.engine.quotas._book.used_bytes(KEYSPACE) <= 6 * BOTH_BYTES
+            assert running.engine.quotas._book.used_bytes(OTHER) == 5 * BOTH_BYTES, "another keyspace paid"
             assert [await here(running, peer, number) for number in (0, 28, 29)] == [False, True, True]
-            assert running.engine.quotas.used_bytes(KEYSPACE) <= 6 * BOTH_BYTES, "reading took more than the quota"
+            assert running.engine.quotas._book.used_bytes(KEYSPACE) <= 6 * BOTH_BYTES, (
+                "reading took more than the quota"
+            )
 
 
 async def test_what_is_in_use_is_not_given_up_and_the_page_is_refused() -> None:
@@ -127,7 +129,7 @@ async def test_a_tenants_quota_is_that_of_all_its_keyspaces_and_of_no_other_tena
             for number in range(8):
                 assert await put(running, stranger, STRANGER, number) is None
                 assert await put(running, peer, KEYSPACE if number % 2 else OTHER, number) is None
-            used = [running.engine.quotas.used_bytes(one) for one in (KEYSPACE, OTHER, STRANGER)]
+            used = [running.engine.quotas._book.used_bytes(one) for one in (KEYSPACE, OTHER, STRANGER)]
             assert used[0] + used[1] <= 4 * SLOT_BYTES
             assert used[2] == 8 * SLOT_BYTES
 
@@ -139,13 +141,13 @@ async def test_a_smaller_quota_evicts_down_at_once_and_after_a_restart() -> None
             peer = await open_session(running)
             await store(running, peer, range(10))
             await running.engine.flush(TENANT, b"")
-            assert running.engine.quotas.used_bytes(KEYSPACE) == 10 * BOTH_BYTES
+            assert running.engine.quotas._book.used_bytes(KEYSPACE) == 10 * BOTH_BYTES
             quota(world, 5 * PAGE_BYTES, version=2)
             running.engine.policies.version_seen(2)
-            await eventually(lambda: running.engine.quotas.used_bytes(KEYSPACE) <= 5 * PAGE_BYTES)
+            await eventually(lambda: running.engine.quotas._book.used_bytes(KEYSPACE) <= 5 * PAGE_BYTES)
             await eventually(lambda: len(stored_pages(world.memory)) <= 5)
         async with running_engine(world, tenant_quotas=(f"{TENANT}={2 * PAGE_BYTES}",)) as running:
-            assert running.engine.quotas.used_bytes(KEYSPACE) <= 2 * PAGE_BYTES
+            assert running.engine.quotas._book.used_bytes(KEYSPACE) <= 2 * PAGE_BYTES
             assert running.engine.gauges().disk_pages == 2 or running.engine.gauges().disk_pages == 1
 
 
@@ -180,7 +182,7 @@ async def test_a_writer_gives_up_a_bounded_number_of_pages_after_its_quota_was_l
             # The writer gives up as many in its turn as does what brings the keyspace down to its quota.
             assert max(before - after for before, after in pairwise(counts)) <= 2 * 64
             await asking
-            await eventually(lambda: running.engine.quotas.used_bytes(KEYSPACE) <= 4 * PAGE_BYTES)
+            await eventually(lambda: running.engine.quotas._book.used_bytes(KEYSPACE) <= 4 * PAGE_BYTES)
             assert await put(running, peer, KEYSPACE, 16 * 1000) is None
 
 
@@ -196,7 +198,7 @@ async def test_a_quota_is_kept_over_a_restart_without_an_index() -> None:
             for number in range(10, 20):
                 assert await put(running, peer, KEYSPACE, number) is None
                 await running.engine.flush(TENANT, b"")
-            assert running.engine.quotas.used_bytes(KEYSPACE) <= 3 * BOTH_BYTES
+            assert running.engine.quotas._book.used_bytes(KEYSPACE) <= 3 * BOTH_BYTES
 
 
 async def test_all_that_was_counted_is_given_back() -> None:
@@ -207,7 +209,7 @@ async def test_all_that_was_counted_is_given_back() -> None:
             await running.engine.flush(TENANT, b"")
             assert await here(running, peer, 3)
             await running.engine.clear(TENANT, b"")
-            assert running.engine.quotas.used_bytes(KEYSPACE) == 0
+            assert running.engine.quotas._book.used_bytes(KEYSPACE) == 0
 
 
 async def test_a_quota_holds_for_what_pages_take_on_disk_not_only_for_their_bytes(
@@ -220,10 +222,10 @@ async def test_a_quota_holds_for_what_pages_take_on_disk_not_only_for_their_byte
             peer = await open_session(running)
             assert await put(running, peer, KEYSPACE, 1) is None
             await running.engine.flush(TENANT, b"")
-            assert running.engine.quotas.used_bytes(KEYSPACE) <= BOTH_BYTES + 4095
+            assert running.engine.quotas._book.used_bytes(KEYSPACE) <= BOTH_BYTES + 4095
             quota(world, BOTH_BYTES + 4096, version=2)
             running.engine.policies.version_seen(2)
-            await eventually(lambda: running.engine.quotas.used_bytes(KEYSPACE) == BOTH_BYTES + 4096)
+            await eventually(lambda: running.engine.quotas._book.used_bytes(KEYSPACE) == BOTH_BYTES + 4096)
 
 
 async def test_staging_over_its_quota_gives_up_what_its_eviction_policy_names() -> None:
@@ -238,7 +240,7 @@ async def test_staging_over_its_quota_gives_up_what_its_eviction_policy_names() 
             assert await put(running, peer, KEYSPACE, 100) is None
             kept = [await here(running, peer, number) for number in range(8)]
             assert kept[:6] == [True] * 6 and not kept[7]
-            assert running.engine.quotas.used_bytes(OTHER) == SLOT_BYTES
+            assert running.engine.quotas._book.used_bytes(OTHER) == SLOT_BYTES
 
 
 async def test_a_quota_is_kept_by_gaps_where_every_end_of_a_chain_is_in_use() -> None:
@@ -290,7 +292,7 @@ async def test_what_a_store_over_a_quota_looks_at_does_not_grow_with_what_is_sta
                         await disk.write([written(page)])
                     if case == "ends of chains in use" and number % CHAIN_PAGES == CHAIN_PAGES - 1:
                         table.acquire(peer.session, page.key)
-                used_bytes = running.engine.quotas.used_bytes(KEYSPACE)
+                used_bytes = running.engine.quotas._book.used_bytes(KEYSPACE)
                 running.engine.quotas.take_policy(PolicyChanged(KEYSPACE, KeyspacePolicy(quota_bytes=used_bytes)))
                 count = steps_of(lambda: reserve_tiny(running, peer, page_count))
                 assert table.ready_count == page_count - 1

@@ -30,16 +30,16 @@ async def test_a_late_incarnation_that_the_disk_refuses_is_registered_again_unti
             node=NodeInfo(node_id=NODE_ID, kind=NodeKind.PAGESTORE, endpoint="127.0.0.1:1"),
             last_incarnation=7,
             load=NodeLoad,
-            truth=Node(index, link.client, truth={1: 1}),
+            truth=Node(index, link._client, truth={1: 1}),
             on_superseded=lambda error: None,
             on_policy_version=lambda version: None,
             adopt=adopt,
         )
         assert await link.register(registrant, 0.01) == 0
-        assert not link.registered and not adopted
+        assert not link.me() and not adopted
         index.answers_registrations.set()
-        await eventually(lambda: link.registered is not None)
-        assert link.registered is not None and link.registered.incarnation == adopted[-1] and len(adopted) == 3
+        await eventually(lambda: link.me() is not None)
+        assert (me := link.me()) is not None and me.incarnation == adopted[-1] and len(adopted) == 3
         stream = await index.streams.next()
         opened = await stream.next("open")
         assert opened.open.incarnation == adopted[-1], "nothing was announced under an incarnation that was not kept"
@@ -69,7 +69,7 @@ def registrant_of(index: ScriptedIndex, link: NodeIndexLink, superseded: list[Ba
         node=NodeInfo(node_id=NODE_ID, kind=NodeKind.PAGESTORE, endpoint="127.0.0.1:1"),
         last_incarnation=7,
         load=NodeLoad,
-        truth=Node(index, link.client, truth={1: 1}),
+        truth=Node(index, link._client, truth={1: 1}),
         on_superseded=superseded.append,
         on_policy_version=lambda version: None,
         adopt=adopt,
@@ -83,7 +83,7 @@ async def test_a_node_that_is_refused_late_asks_again_until_it_is_registered() -
         index.answers_registrations.clear()
         assert await link.register(registrant_of(index, link, []), 0.01) == 0
         index.answers_registrations.set()
-        await eventually(lambda: link.registered is not None)
+        await eventually(lambda: link.me() is not None)
         await link.close()
 
 

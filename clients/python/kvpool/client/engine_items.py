@@ -235,15 +235,6 @@ def load_to_proto(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLease:
-    """What a lease could have. held_chunks: leading ones that stay in staging memory until it ends. staged_chunks:
-    leading ones that are there now, the held ones included."""
-
-    held_chunks: int
-    staged_chunks: int
-
-
 def lease_to_proto(
     chain: Prompt, chunks: range, hold_ms: int, *, hold_only: bool = False
 ) -> gpuagent_pb2.EngineLeaseRequest:

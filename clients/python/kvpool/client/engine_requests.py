@@ -12,13 +12,7 @@ from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from typing import Generic, TypeVar
 
-from kvpool.client.engine_items import (
-    EngineLease,
-    LoadResult,
-    StoreResult,
-    load_result_from_proto,
-    store_result_from_proto,
-)
+from kvpool.client.engine_items import LoadResult, StoreResult, load_result_from_proto, store_result_from_proto
 from kvpool.core.errors import DeadlineExceeded, KvPoolError
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import item_error_from_proto
@@ -179,8 +173,6 @@ class LeaseHandle:
     def __init__(self, send: Callable[[gpuagent_pb2.EngineRequest], None], broken: asyncio.Event) -> None:
         """broken: of its session, with which it ends."""
         self._send, self._broken = send, broken
-        self._held: asyncio.Future[EngineLease] = asyncio.get_running_loop().create_future()
-        self._held.add_done_callback(_mark_retrieved)  # most callers do not ask
         self._ended = False
         self.request_id = 0
 
@@ -188,14 +180,6 @@ class LeaseHandle:
     def ended(self) -> bool:
         """Whether it keeps nothing for certain: it was ended or refused, or its session broke. Any thread may ask."""
         return self._ended or self._broken.is_set()
-
-    async def held(self, timeout_s: float) -> EngineLease:
-        """How much of it could be had. raises: what refused it or broke the session; DeadlineExceeded."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(self._held)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the agent did not answer within {timeout_s:g} s") from None
 
     def end(self) -> None:
         """Give back what it keeps, or does not keep yet. Idempotent."""
@@ -206,20 +190,12 @@ class LeaseHandle:
 
     def deliver(self, response: gpuagent_pb2.EngineResponse) -> bool:
         """See stream.Reply."""
-        if response.HasField("error"):
-            self.fail(item_error_from_proto(response.error))
-            return True
-        held = EngineLease(response.lease_held.held_chunks, response.lease_held.staged_chunks)
-        self._ended |= not held.held_chunks
-        if not self._held.done():
-            self._held.set_result(held)
+        self._ended |= not response.lease_held.held_chunks  # also where it was refused
         return True
 
     def fail(self, error: KvPoolError) -> None:
         """See stream.Reply."""
         self._ended = True
-        if not self._held.done():
-            self._held.set_exception(error)
 
 
 def _mark_retrieved(outcome: asyncio.Future[ResultT]) -> None:

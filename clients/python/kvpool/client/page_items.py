@@ -112,7 +112,7 @@ def reserve_result_from_proto(message: pagestore_pb2.ReserveResult) -> ReserveRe
     )
 
 
-def acquire_to_proto(items: Sequence[AcquireItem], wait_ms: int, local_only: bool) -> pagestore_pb2.AcquireRequest:
+def acquire_to_proto(items: Sequence[AcquireItem], wait_ms: int) -> pagestore_pb2.AcquireRequest:
     """One `acquire` of several pages."""
     return pagestore_pb2.AcquireRequest(
         items=[
@@ -124,7 +124,6 @@ def acquire_to_proto(items: Sequence[AcquireItem], wait_ms: int, local_only: boo
             for item in items
         ],
         wait_ms=wait_ms,
-        local_only=local_only,
     )
 
 

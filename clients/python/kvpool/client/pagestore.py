@@ -208,11 +208,6 @@ class PageStoreSession:
         """Set when the session has ended, for whatever reason."""
         return self._stream.broken
 
-    @property
-    def failure(self) -> KvPoolError | None:
-        """What ended the session."""
-        return self._stream.failure
-
     async def add_keyspace(self, keyspace: bytes, spec: KeyspaceSpec, *, timeout_s: float | None = None) -> None:
         """Allow a keyspace in this session. raises: TenantDenied, InvalidRequest."""
         message = session_keyspaces_to_proto([(keyspace, spec)])[0]
@@ -279,18 +274,13 @@ class PageStoreSession:
             if result.HasField("error")
         ]
 
-    async def abort(self, lease_ids: Sequence[int] | Int64s, *, timeout_s: float | None = None) -> None:
-        """Give slots back unwritten. Sent before anything is awaited."""
-        message = _Request(abort=pagestore_pb2.AbortRequest(lease_ids=_numbers(lease_ids)))
-        await self._stream.give_back(message, timeout_s)
-
     def abort_soon(self, lease_ids: Sequence[int] | Int64s) -> None:
-        """The same without waiting; a broken session needs none."""
+        """Give slots back unwritten; a broken session needs none. Returns before they are back."""
         self._stream.send_soon(_Request(abort=pagestore_pb2.AbortRequest(lease_ids=_numbers(lease_ids))))
 
-    def acquire(self, items: Sequence[AcquireItem], *, wait_s: float, local_only: bool = False) -> Acquisition:
+    def acquire(self, items: Sequence[AcquireItem], *, wait_s: float) -> Acquisition:
         """Ask for pages to read: `async with session.acquire(...) as results: async for result in results: ...`."""
-        message = _Request(acquire=acquire_to_proto(items, _wait_ms(wait_s), local_only))
+        message = _Request(acquire=acquire_to_proto(items, _wait_ms(wait_s)))
         return Acquisition(self._settling(message, len(items), wait_s))
 
     def acquire_span(self, span: PageSpan, *, wait_s: float) -> SpanAcquisition:
@@ -317,33 +307,26 @@ class PageStoreSession:
             timeout_s=wait_s + self._config.call_timeout_s,  # the pagestore gives up first
         )
 
-    async def release(
-        self,
-        lease_ids: Sequence[int] | Int64s,
-        *,
-        corrupt_lease_ids: Sequence[int] = (),
-        timeout_s: float | None = None,
-    ) -> None:
+    async def release(self, lease_ids: Sequence[int] | Int64s, *, corrupt_lease_ids: Sequence[int] = ()) -> None:
         """End reads; `corrupt` ones failed verification. Sent before anything is awaited."""
         message = pagestore_pb2.ReleaseRequest(lease_ids=_numbers(lease_ids), corrupt_lease_ids=corrupt_lease_ids)
-        await self._stream.give_back(_Request(release=message), timeout_s)
+        await self._stream.give_back(_Request(release=message))
 
     def release_soon(self, lease_ids: Sequence[int] | Int64s) -> None:
         """The same without waiting, with the next request or in a moment; a broken session needs none."""
         self._ended_reads.add(lease_ids, self._send_ended_reads)
 
-    async def prepare(self, share_bytes: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
+    async def prepare(self, share_bytes: int) -> tuple[int, ...]:
         """Have segments assigned to the tenant ahead of use, and map them: all segments of the tenant.
 
         share_bytes: what the tenant is to have in all; 0: everything, or half of what is free beside other tenants.
         Returns when the pagestore, which puts the memory in place after its start, has no more to come; segments are
-        mapped as they come. They may be less than asked for. timeout_s: of one question. raises: InvalidRequest, and
-        what breaks the session.
+        mapped as they come. They may be less than asked for. raises: InvalidRequest, and what breaks the session.
         """
         segments = self._arena()
         message = _Request(prepare=pagestore_pb2.PrepareRequest(share_bytes=share_bytes))
         while True:
-            answer = (await self._stream.ask(message, timeout_s)).prepare
+            answer = (await self._stream.ask(message)).prepare
             try:
                 await segments.map(answer.segment_ids)
             except LeaseLost:  # one that we did not map yet went to another tenant

@@ -194,7 +194,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
             reply.abandon()
             raise
 
-    async def give_back(self, message: RequestT, timeout_s: float | None = None) -> None:
+    async def give_back(self, message: RequestT) -> None:
         """Send a request that gives something back, before anything is awaited; then wait for its answer.
 
         It does not wait for room in flight: the number of such requests is bounded by what was granted.
@@ -203,7 +203,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
         self.send(message)
         reply = SingleReply[ResponseT]()
         self._pending[message.request_id] = (reply, False)
-        limit_s = self._config.call_timeout_s if timeout_s is None else timeout_s
+        limit_s = self._config.call_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 response = await reply.future

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,6 +14,25 @@ from kvpool.core.errors import InvalidRequest
 
 REMOTE = "remote"
 _TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,), "bool": (bool,)}
+
+
+def check_names(given: Iterable[str], known: Iterable[str], text: str) -> None:
+    """raises: InvalidRequest if a setting is given that is not known. text: with places for both lists of names."""
+    unknown = set(given) - set(known)
+    if unknown:
+        raise InvalidRequest(text.format(", ".join(sorted(unknown)), ", ".join(sorted(known))))
+
+
+def values_of(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a dataclass has fields for. raises: InvalidRequest naming one of another type."""
+    values = {one.name: given[one.name] for one in fields(cls) if one.name in given}
+    for one in fields(cls):
+        wanted = _TYPES.get(str(one.type))
+        if wanted is None or one.name not in values:
+            continue
+        if not isinstance(values[one.name], wanted) or isinstance(values[one.name], bool) != (one.type == "bool"):
+            raise InvalidRequest(f"{one.name} must be of type {one.type}, got {values[one.name]!r}")
+    return values
 
 
 def usual_copy_threads() -> int:
@@ -92,18 +111,12 @@ class StoreConfig:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> StoreConfig:
         """From an engine's JSON; what is no setting of this class is left alone. raises: InvalidRequest naming one."""
-        given = {name: settings[name] for name in cls.names() if name in settings}
+        given = values_of(cls, settings)
         endpoints = given.get("index_endpoints", ())
         if isinstance(endpoints, str):
             endpoints = endpoints.split(",")
         if not isinstance(endpoints, list | tuple) or not all(isinstance(one, str) for one in endpoints):
             raise InvalidRequest(f"index_endpoints must be a list of host:port, got {endpoints!r}")
-        for one in fields(cls):
-            wanted = _TYPES.get(str(one.type))
-            if wanted is None or one.name not in given:
-                continue
-            if not isinstance(given[one.name], wanted) or isinstance(given[one.name], bool) != (one.type == "bool"):
-                raise InvalidRequest(f"{one.name} must be a {one.type}, got {given[one.name]!r}")
         given["index_endpoints"] = tuple(one.strip() for one in endpoints if one.strip())
         return cls(**{"pagestore": "", **given})
 

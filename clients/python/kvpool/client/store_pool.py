@@ -14,7 +14,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from kvpool.client.concurrency_limiter import ConcurrencyLimiter
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
@@ -36,7 +35,7 @@ from kvpool.client.store_values import (
 )
 from kvpool.client.store_writing import WindowWritten, write_window, write_with_retry
 from kvpool.core.cluster import ChainMatch, NodeKind, RemoteSource
-from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, KeyspaceUnknown, KvPoolError, ServiceUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.core.match_sources import remote_sources, shards_to_read
 
@@ -183,7 +182,7 @@ class AsyncStorePages:
             self._transport = StreamTransport(config.client, self._index, self._readers, window_bytes)
         else:
             self._transport = ArenaTransport(config, peer_name, self._readers, self._writers)
-        self._reads, self._writes = (ConcurrencyLimiter(config.calls_in_flight) for _ in range(2))
+        self._reads, self._writes = (_CallLimiter(config.calls_in_flight) for _ in range(2))
         self._spaces: dict[KeyspaceShards, OpenedShards] = {}
         self._opening = asyncio.Lock()
         self._index_failed_s = float("-inf")
@@ -422,3 +421,44 @@ def _whole(pages: Sequence[WantedPage], good: set[WantedPage], chunk_count: int)
         if page not in good:
             whole[page.position] = False
     return whole
+
+
+class _CallLimiter:
+    """Lets so many calls of a kind run at once; others wait for their turn. Belongs to one event loop."""
+
+    def __init__(self, at_once: int) -> None:
+        self._free = asyncio.Semaphore(at_once)
+        self._calls: set[asyncio.Task[object]] = set()
+        self._closed = False
+
+    @asynccontextmanager
+    async def acquire(self, ends_at_s: float) -> AsyncGenerator[None]:
+        """Run the block when it is its turn. ends_at_s: by the loop's clock.
+
+        raises: DeadlineExceeded if the calls before it took all of its time; ServiceUnavailable after `close`.
+        """
+        call = asyncio.current_task()
+        if self._closed or call is None:
+            raise ServiceUnavailable("the pool was closed")
+        self._calls.add(call)
+        try:
+            try:
+                async with asyncio.timeout_at(ends_at_s):
+                    await self._free.acquire()
+            except TimeoutError:
+                raise DeadlineExceeded("the calls before this one took all of its time") from None
+            try:
+                yield
+            finally:
+                self._free.release()
+        finally:
+            self._calls.discard(call)
+
+    async def close(self) -> None:
+        """Cancel the calls that run or wait. When this returns they have ended, and so have their copies."""
+        self._closed = True
+        calls = set(self._calls)
+        for call in calls:
+            call.cancel()
+        if calls:
+            await asyncio.wait(calls)

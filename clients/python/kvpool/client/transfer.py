@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -36,7 +37,15 @@ from kvpool.wire.tls import TlsCredentials
 from kvpool.wire.tls_errors import narrowed
 from kvpool.wire.versions import own_version_to_proto
 
-__all__ = ["Keyspaces", "OnRead", "OnWritten", "PageToRead", "PageToWrite", "PageTransferClient"]
+__all__ = [
+    "Keyspaces",
+    "OnRead",
+    "OnWritten",
+    "PageToRead",
+    "PageToWrite",
+    "PageTransferClient",
+    "PageTransferClients",
+]
 
 Keyspaces = Sequence[tuple[bytes, KeyspaceSpec]]
 """(16-byte id, spec) of every keyspace that the pages of a call belong to."""
@@ -45,6 +54,7 @@ _READ_KEYS_MAX: Final = 1024
 _READ_PAGES: Final = "/kvpool.v1.PageTransferService/ReadPages"
 _WRITE_PAGES: Final = "/kvpool.v1.PageTransferService/WritePages"
 _ATTEMPTS: Final = 2
+_CLIENTS_MAX: Final = 32
 _CHANNEL_OPTIONS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -245,6 +255,63 @@ class _Connection:
     def __init__(self, channel: grpc.Channel, generation: int) -> None:
         self.channel = channel
         self.generation = generation
+        self.call_count = 0
+
+
+class PageTransferClients:
+    """One client per endpoint, shared by its calls; unused ones above a limit are closed, the least recent first.
+
+    Thread-safe. An idle connection is closed by gRPC after a minute.
+    """
+
+    def __init__(
+        self, *, clients_max: int = _CLIENTS_MAX, tls: TlsCredentials | None = None, tracer: Tracer = NO_TRACER
+    ) -> None:
+        self._clients_max, self._tls, self._tracer = clients_max, tls, tracer
+        self._lock = threading.Lock()
+        self._clients: OrderedDict[str, _SharedClient] = OrderedDict()  # by endpoint, the one used last at the end
+        self._closed = False
+
+    @contextmanager
+    def client(self, endpoint: str) -> Iterator[PageTransferClient]:
+        """The client of an endpoint, for one call. After `close` it is one that is closed."""
+        with self._lock:
+            shared = self._clients.get(endpoint)
+            if shared is None:
+                client = PageTransferClient(endpoint, tls=self._tls, tracer=self._tracer)
+                shared = self._clients[endpoint] = _SharedClient(client)
+                if self._closed:
+                    client.close()
+            self._clients.move_to_end(endpoint)
+            shared.call_count += 1
+        try:
+            yield shared.client
+        finally:
+            with self._lock:
+                shared.call_count -= 1
+                surplus = self._take_surplus()
+            for unused in surplus:
+                unused.client.close()
+
+    def close(self) -> None:
+        """End all connections; running calls fail. Idempotent."""
+        with self._lock:
+            self._closed = True
+            clients = list(self._clients.values())
+        for shared in clients:
+            shared.client.close()
+
+    def _take_surplus(self) -> list[_SharedClient]:
+        unused = [endpoint for endpoint, shared in self._clients.items() if shared.call_count == 0]
+        count = max(0, len(self._clients) - self._clients_max)
+        return [self._clients.pop(endpoint) for endpoint in unused[:count]]
+
+
+class _SharedClient:
+    """A client, and how many calls use it."""
+
+    def __init__(self, client: PageTransferClient) -> None:
+        self.client = client
         self.call_count = 0
 
 

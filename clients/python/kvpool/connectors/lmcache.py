@@ -16,11 +16,11 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_config import StoreConfig, check_names
 from kvpool.client.store_pool import AsyncStorePages
 from kvpool.client.store_sync import StorePages
 from kvpool.connectors.lmcache_objects import ObjectBatch, ObjectNames, layout_of_description, layout_of_object
-from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.errors import KvPoolError
 
 _log = logging.getLogger(__name__)
 CLASS_NAME = "KvPoolL2Adapter"
@@ -59,11 +59,8 @@ class L2AdapterCalls:
         """raises: InvalidRequest naming a setting that is missing or wrong."""
         from lmcache.v1.platform import create_event_notifier
 
-        own = {"model_revision", "salt"}
-        unknown = sorted(set(adapter_params) - own - StoreConfig.names())
-        if unknown:
-            known = ", ".join(sorted(own | StoreConfig.names()))
-            raise InvalidRequest(f"unknown adapter_params {', '.join(unknown)}; known are {known}")
+        known = {"model_revision", "salt"} | StoreConfig.names()
+        check_names(adapter_params, known, "unknown adapter_params {}; known are {}")
         config = StoreConfig.of(adapter_params)
         if "model_revision" not in adapter_params:
             _log.warning("kvpool: no model_revision is set; set one, or other weights of a model are taken for these")

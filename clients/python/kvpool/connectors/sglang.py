@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_config import StoreConfig, check_names
 from kvpool.client.store_sync import StorePages
 from kvpool.client.store_values import ChunkPlace, OpenedShards
 from kvpool.connectors.sglang_pools import HostPages, Identity, StorageConfig, host_pages, page_key_rule
@@ -308,10 +308,7 @@ def _page_numbers(host: HostPages, keys: Sequence[str], host_indices: Any) -> li
 
 def _identity(settings: dict[str, Any], config: StorageConfig) -> Identity:
     own = {one.name for one in fields(Identity)}
-    unknown = sorted(set(settings) - own - StoreConfig.names() - _SGLANG_SETTINGS)
-    if unknown:
-        known = ", ".join(sorted(own | StoreConfig.names()))
-        raise InvalidRequest(f"unknown settings {', '.join(unknown)}; known are {known}")
+    check_names(settings.keys() - _SGLANG_SETTINGS, own | StoreConfig.names(), "unknown settings {}; known are {}")
     given = {name: settings[name] for name in own if name in settings}
     model_id = given.pop("model_id", None) or config.model_name
     if not model_id:

@@ -59,7 +59,10 @@ class Registrant:
 
 
 class NodeIndexLink:
-    """Implements ports.IndexLink. What is announced before the node is registered waits in the link's bounded queue."""
+    """Implements ports.IndexLink and ports.Placement.
+
+    What is announced before the node is registered waits in the link's bounded queue.
+    """
 
     def __init__(
         self,
@@ -79,22 +82,35 @@ class NodeIndexLink:
         self._registering: asyncio.Task[None] | None = None
         self._registrant: Registrant | None = None
         self._node: NodeInfo | None = None
-        self.timeout_s = timeout_s
 
-    @property
-    def client(self) -> IndexClient:
-        """For questions that are not about this node."""
-        return self._client
-
-    @property
-    def registered(self) -> NodeInfo | None:
-        """This node as the index knows it; None before it does, and after it left."""
+    def me(self) -> NodeInfo | None:
         if self._link is None or self._node is None or not self._link.incarnation:
             return None
         return replace(self._node, incarnation=self._link.incarnation)
 
+    async def nodes(self) -> Sequence[LiveNode]:
+        return await self._client.list_nodes(NodeKind.PAGESTORE)
+
+    async def holders(self, runs: Sequence[Sequence[HeldChunk]]) -> list[list[Holder]]:
+        """A chunk that the index does not know ends a match; what follows it is asked for with the next questions."""
+        found: list[list[list[Holder]]] = [[] for _ in runs]
+        stream = self._client.match_stream
+        while asked := [at for at, run in enumerate(runs) if len(found[at]) < len(run)]:
+            queries = [_query(runs[at][len(found[at]) :]) for at in asked]
+            answers = await stream.match_many(queries, timeout_s=self._timeout_s)
+            for at, answer in zip(asked, answers, strict=True):
+                if isinstance(answer, KeyspaceUnknown):  # no client has opened it since the index lost what it knew
+                    found[at] += [[]] * (len(runs[at]) - len(found[at]))
+                    continue
+                if isinstance(answer, KvPoolError):
+                    raise answer
+                for run in answer.runs:
+                    found[at] += [_holders(run.locations, answer)] * run.chunk_count
+                if len(found[at]) < len(runs[at]):
+                    found[at].append([])
+        return [holders for one in found for holders in one]
+
     async def set_draining(self, draining: bool) -> None:
-        """Register the node again as one that placement skips, or as a normal one. Raises StoreUnavailable."""
         link, node = self._registered(), self._node
         if node is None or node.draining is draining:
             return
@@ -107,7 +123,6 @@ class NodeIndexLink:
         self._node = changed
 
     async def leave(self) -> None:
-        """End the lease and stay away."""
         if self._link is not None:
             await self._link.close()
 
@@ -225,44 +240,6 @@ class NoIndex:
 
     async def close(self) -> None:
         pass
-
-
-class IndexPlacement:
-    """A ports.Placement over the node's link to the index."""
-
-    def __init__(self, link: NodeIndexLink) -> None:
-        self._link = link
-
-    def me(self) -> NodeInfo | None:
-        return self._link.registered
-
-    async def nodes(self) -> Sequence[LiveNode]:
-        return await self._link.client.list_nodes(NodeKind.PAGESTORE)
-
-    async def holders(self, runs: Sequence[Sequence[HeldChunk]]) -> list[list[Holder]]:
-        """A chunk that the index does not know ends a match; what follows it is asked for with the next questions."""
-        found: list[list[list[Holder]]] = [[] for _ in runs]
-        stream = self._link.client.match_stream
-        while asked := [at for at, run in enumerate(runs) if len(found[at]) < len(run)]:
-            queries = [_query(runs[at][len(found[at]) :]) for at in asked]
-            answers = await stream.match_many(queries, timeout_s=self._link.timeout_s)
-            for at, answer in zip(asked, answers, strict=True):
-                if isinstance(answer, KeyspaceUnknown):  # no client has opened it since the index lost what it knew
-                    found[at] += [[]] * (len(runs[at]) - len(found[at]))
-                    continue
-                if isinstance(answer, KvPoolError):
-                    raise answer
-                for run in answer.runs:
-                    found[at] += [_holders(run.locations, answer)] * run.chunk_count
-                if len(found[at]) < len(runs[at]):
-                    found[at].append([])
-        return [holders for one in found for holders in one]
-
-    async def set_draining(self, draining: bool) -> None:
-        await self._link.set_draining(draining)
-
-    async def leave(self) -> None:
-        await self._link.leave()
 
 
 def _query(chunks: Sequence[HeldChunk]) -> ChainQuery:

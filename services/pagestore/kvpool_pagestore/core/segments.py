@@ -124,7 +124,7 @@ class SegmentTable:
         own = self._idlest(self._own_idle.get(tenant, {}), slot_bytes)
         if own is not None:
             return self._reformat(own, slot_bytes, tenant)
-        return self._retire_for(tenant, slot_bytes)
+        return self._retire_for(slot_bytes)
 
     def allocate_all(self, tenant: str, slot_bytes: int, count: int) -> list[Slot]:
         """So many slots, or fewer: what `allocate` would return one after the other up to the first SpaceNeed."""
@@ -515,7 +515,7 @@ class SegmentTable:
         size_class.open[segment.segment_id] = segment
         return self._pop_free(size_class)
 
-    def _retire_for(self, tenant: str, slot_bytes: int) -> SpaceNeed:
+    def _retire_for(self, slot_bytes: int) -> SpaceNeed:
         """Take another tenant's idle segment out of service; a segment never changes tenant."""
         if any(not one.mappers for one in self._dying.values()):
             return SpaceNeed.RETIREMENT  # one is on its way out already

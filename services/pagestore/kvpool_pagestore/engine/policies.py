@@ -214,10 +214,6 @@ class Quotas:
         self._events = context.events
         self._lowered: set[bytes] = set()  # keyspaces of which a quota is being met
 
-    def used_bytes(self, keyspace: bytes) -> int:
-        """What a keyspace takes in staging and on disk."""
-        return self._book.used_bytes(keyspace)
-
     def count(self, held: BytesHeld) -> None:
         """Bytes of a keyspace were taken, or came back."""
         self._know(held.keyspace)

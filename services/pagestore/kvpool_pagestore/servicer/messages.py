@@ -64,8 +64,6 @@ def reserve_items_from_proto(message: pb.ReserveRequest, most: int) -> list[Page
 
 
 def wanted_pages_from_proto(message: pb.AcquireRequest, most: int) -> list[PageRequest]:
-    if message.local_only:
-        return convert_items(message.items, _wanted_here, most=most)
     return convert_items(message.items, _wanted_page, most=most)
 
 
@@ -95,13 +93,9 @@ def _reserve_item(message: pb.ReserveItem) -> PageRecord:
     )
 
 
-def _wanted_here(message: pb.AcquireItem) -> PageRequest:
-    return PageRequest(key=page_key_from_proto(message.key))
-
-
 def _wanted_page(message: pb.AcquireItem) -> PageRequest:
     if not message.sources:
-        return _wanted_here(message)
+        return PageRequest(key=page_key_from_proto(message.key))
     return PageRequest(
         key=page_key_from_proto(message.key),
         metadata=page_metadata_from_proto(message.metadata),

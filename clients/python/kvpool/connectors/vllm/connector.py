@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
-from kvpool.connectors.vllm import compatibility, same_process, wiring
+from kvpool.connectors.vllm import compatibility, wiring
 from kvpool.connectors.vllm.agent_selector import AgentSelector
 from kvpool.connectors.vllm.engine_introspection import (
     WeightVersion,
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _log_rate = LogRateLimiter()
+# By the engine's id, where its only worker runs in the engine core's process (vLLM's UniProcExecutor). vLLM delivers
+# `finished_recving` with the output of a step, up to two steps late with asynchronous scheduling: about 15 ms with
+# steps of 7 ms. `update_connector_output` therefore asks the worker itself, by `take_arrived`.
+_workers: weakref.WeakValueDictionary[str, ConnectorWorker] = weakref.WeakValueDictionary()
 AnyCall = TypeVar("AnyCall", bound=Callable[..., Any])
 
 
@@ -138,7 +143,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         )
         self._close.append(close)
         if self._polls_worker:
-            same_process.add_worker(self._engine_id, self._worker)
+            _workers[self._engine_id] = self._worker
 
     def get_handshake_metadata(self) -> WorkerAgent | None:
         """See the base class. Returns None under MultiConnector, which passes its first child's metadata to all
@@ -316,7 +321,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         worker_report = connector_output.kv_connector_worker_meta
         if isinstance(worker_report, WorkerReport):
             self._scheduler.on_worker_report(worker_report.step, worker_report.reports, worker_report.ready)
-        worker = same_process.worker_of(self._engine_id) if self._polls_worker else None
+        worker = _workers.get(self._engine_id) if self._polls_worker else None
         arrived = worker.take_arrived() if worker is not None else ()
         if arrived:  # vLLM goes on with these requests in its next step
             reported = connector_output.finished_recving or ()
@@ -379,7 +384,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def shutdown(self) -> None:
         """See the base class."""
         if self._polls_worker:
-            same_process.remove_worker(self._engine_id)
+            _workers.pop(self._engine_id, None)
         while self._close:
             self._close.pop()()
 

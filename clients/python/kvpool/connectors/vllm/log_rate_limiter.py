@@ -11,15 +11,15 @@ _PAUSE_S = 10.0
 class LogRateLimiter:
     """Rate limit by subject, of which there are few. Use one for each place that logs."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic, pause_s: float = _PAUSE_S) -> None:
-        self._now_s, self._pause_s = now_s, pause_s
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
         self._logged_at_s: dict[str, float] = {}
         self._suppressed: dict[str, int] = {}
 
     def due(self, subject: str) -> bool:
         """Return whether a line about `subject` may be logged now."""
         now_s, logged_at_s = self._now_s(), self._logged_at_s.get(subject)
-        if logged_at_s is not None and now_s - logged_at_s < self._pause_s:
+        if logged_at_s is not None and now_s - logged_at_s < _PAUSE_S:
             self._suppressed[subject] = self._suppressed.get(subject, 0) + 1
             return False
         self._logged_at_s[subject] = now_s

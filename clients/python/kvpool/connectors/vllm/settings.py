@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_type_hints
+from typing import Any
 
 from kvpool.client.config import ClientConfig
+from kvpool.client.store_config import check_names, values_of
 from kvpool.client.tls import tls_from_environment
 from kvpool.connectors.vllm.agent_selector import check_agent
 from kvpool.core.errors import InvalidRequest
@@ -72,18 +73,8 @@ class VllmSettings:
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> VllmSettings:
         """Parse a config dict. raises: InvalidRequest naming a key that is unknown or has the wrong type."""
-        wanted = get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for name, value in extra.items():
-            if name not in wanted:
-                raise InvalidRequest(f"kv_connector_extra_config has no {name!r}; it has {', '.join(sorted(wanted))}")
-            kind = wanted[name]
-            if kind is float and isinstance(value, int) and not isinstance(value, bool):
-                value = float(value)
-            if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-                raise InvalidRequest(f"{name} must be of type {kind.__name__}, got {value!r}")
-            values[name] = value
-        return cls(**values)
+        check_names(extra, [one.name for one in fields(cls)], "kv_connector_extra_config has no {}; it has {}")
+        return cls(**values_of(cls, extra))
 
     def limited(self, *, loads: bool, stores: bool) -> VllmSettings:
         """Return the settings of an engine whose role (`kv_role`) excludes loads or stores."""

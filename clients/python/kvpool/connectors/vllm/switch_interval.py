@@ -35,11 +35,6 @@ class _SwitchInterval:
                 sys.setswitchinterval(self._usual_s)
             self._holders = max(0, self._holders - 1)
 
-    @property
-    def is_short(self) -> bool:
-        """Whether it is shortened."""
-        return self._holders > 0
-
     def shorten_until(self, future: Future[Any]) -> None:
         """Shorten it until the future is done. For lookups and loads: requests wait for them. No request waits for a
         store, so stores do not interrupt the engine's thread, and requests that arrive together are scheduled together.

@@ -47,7 +47,6 @@ class PageLedger:
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(page_count))
         self._groups: list[OffloadGroup] = []
         self._groups_max = groups_max
-        self.dropped_groups = 0
 
     @property
     def users(self) -> int:
@@ -132,7 +131,6 @@ class PageLedger:
 
     def _offload(self, pages: Sequence[int]) -> None:
         if len(self._groups) >= self._groups_max:
-            self.dropped_groups += 1
             return
         for page in pages:
             self._use(page)

@@ -14,8 +14,8 @@ from kvpool.client.object_store import AsyncObjects
 from kvpool.client.store_pool import AsyncStorePages
 from kvpool.client.store_sync import StorePages
 from kvpool.client.store_values import KeyspaceShards
+from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
-from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.core.errors import KvPoolError
 from kvpool.core.retention import NO_RETENTION, Retention
 
@@ -101,7 +101,7 @@ class TierJobs:
         self,
         region: memoryview,
         chunk_bytes: int,
-        known: KnownKeys,
+        known: KnownChunks,
         store_bytes_max: int,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:

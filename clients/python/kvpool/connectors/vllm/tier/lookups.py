@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.tier.jobs import ChunkStore
-from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 
 _log = logging.getLogger(f"vllm.{__name__}")
 _BATCHES_MAX = 8  # no step asks while so many are on their way; its keys go with those of later steps
@@ -45,7 +45,7 @@ class _Batch:
 class TierLookups:
     """Belongs to the scheduler's thread; nothing waits. A verdict holds for its request until that has finished."""
 
-    def __init__(self, known: KnownKeys, timeout_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, known: KnownChunks, timeout_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
         """timeout_s: a key that was not found so long after it was first asked for is a miss."""
         self._known, self._timeout_s, self._now_s = known, timeout_s, now_s
         self._verdicts: dict[str, dict[bytes, bool]] = {}

@@ -33,11 +33,11 @@ from kvpool.client.store_sync import StorePages
 from kvpool.client.store_values import StoreCounts
 from kvpool.client.streaming_copy import compile_streaming_copy
 from kvpool.connectors.vllm.engine_introspection import kinds_of_kv
+from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
 from kvpool.connectors.vllm.releases import cache_hit_sources, job_result, steps_may_wait, tier_arguments
 from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.connectors.vllm.tier.jobs import ClusterChunks, TierJobs
-from kvpool.connectors.vllm.tier.known_keys import KnownKeys
 from kvpool.connectors.vllm.tier.lookups import TierLookups
 from kvpool.connectors.vllm.tier.settings import TierSettings
 from kvpool.connectors.vllm.tier.step_yield import StepYield
@@ -93,7 +93,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         region = primary_kv_view.cast("B")
         store = self._settings.store
         store_bytes_max = self._settings.store_bytes_in_flight_max or region.nbytes // 4
-        known = KnownKeys(self._settings.known_s, store.remembered_chunks)
+        known = KnownChunks(known_s=self._settings.known_s, limit=store.remembered_chunks)
         self._jobs = TierJobs(region, self._chunk_bytes, known, max(store_bytes_max, self._chunk_bytes))
         self._pages = StorePages(store, "vllm tier")
         compile_streaming_copy()  # not in a thread: others may go through the loaded modules meanwhile

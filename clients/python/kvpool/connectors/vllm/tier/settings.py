@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from kvpool.client.object_store import object_space
-from kvpool.client.store_config import StoreConfig
+from kvpool.client.store_config import StoreConfig, check_names, values_of
 from kvpool.client.store_values import KeyspaceShards
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.geometry import check_name
@@ -61,20 +61,9 @@ class TierSettings:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Of the tier's JSON. raises: InvalidRequest naming a setting that is missing, unknown or wrong."""
-        own = {one.name: one for one in fields(cls) if one.name != "store"}
-        unknown = sorted(set(given) - set(own) - StoreConfig.names())
-        if unknown:
-            known = ", ".join(sorted(set(own) | StoreConfig.names()))
-            raise InvalidRequest(f"the kvpool tier has no {', '.join(unknown)}; it has {known}")
-        values: dict[str, Any] = {"model_revision": ""}
-        kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
-        for name, value in given.items():
-            if name not in own:
-                continue
-            kind = str(own[name].type)
-            if kind in kinds and (not isinstance(value, kinds[kind]) or isinstance(value, bool) != (kind == "bool")):
-                raise InvalidRequest(f"{name} must be a {kind}, got {value!r}")
-            values[name] = value
+        own = {one.name for one in fields(cls)} - {"store"}
+        check_names(given, own | StoreConfig.names(), "the kvpool tier has no {}; it has {}")
+        values = {"model_revision": "", **values_of(cls, given)}
         # Servers of a host trust each other as their agents would: a chunk is verified when it comes into the memory
         # of their pagestore, and not again each time that it is read there.
         defaults = {"trusts_arena": True, "copy_threads": usual_copy_threads()}
