@@ -99,4 +99,4 @@ async def test_a_session_that_did_not_say_that_it_trusts_may_leave_nothing_unsea
             (result,) = await session.reserve([ReserveItem(page_key(2), PAGE_BYTES, metadata(2))])
             assert result.slot is not None
             session.abort_soon([1, 2])
-            await session.close()
+            assert await session.close()

@@ -81,16 +81,10 @@ RULES: dict[str, Rule] = {
     "kvpool_server.node.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.node.replica*": Rule(may_import=(*CORE, *NODE, "numpy"), pure=True),
     "kvpool_server.node.replica_feed": Rule(may_import=(*CORE, *NODE, "kvpool.client")),
-    "kvpool_server.*": Rule(
-        may_import=(
-            *CORE,
-            *WIRE,
-            "kvpool_server.metrics",
-            "kvpool_server.process",
-            "grpc_health",
-            "grpc_reflection",
-            "prometheus_client",
-        )
+    "kvpool_server.*": Rule(may_import=(*CORE, *WIRE, "grpc_health", "grpc_reflection", "prometheus_client")),
+    "kvpool_server.lifecycle": Rule(may_import=(*CORE, "kvpool_server", "kvpool_server.process")),
+    "kvpool_server.service": Rule(
+        may_import=(*CORE, "kvpool_server", "kvpool_server.metrics", "kvpool_server.process", "prometheus_client")
     ),
     "kvpool_server.process": Rule(inside_functions=("uvloop",)),
     "tests.*": Rule(free=True),

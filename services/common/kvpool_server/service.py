@@ -61,7 +61,7 @@ def run_with_settings(
     return run_service(main, service=service)
 
 
-def start_metrics(
+def serve_metrics(
     settings: ServiceSettings, registry: CollectorRegistry, advertise_host: str = ""
 ) -> tuple[str, Callable[[], None]]:
     """Serve /metrics. Returns its URL and a function that ends it. Raises StartupFailed.

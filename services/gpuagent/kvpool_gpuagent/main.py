@@ -52,7 +52,7 @@ from kvpool_server.node.node_link import NodeLink
 from kvpool_server.node.replica_feed import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool_server.process import tune_process
 from kvpool_server.server import ControlServer
-from kvpool_server.service import run_with_settings, start_metrics
+from kvpool_server.service import run_with_settings, serve_metrics
 from kvpool_server.tls import ServiceTls, open_tls
 
 _log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         descriptors = FdServer(descriptor_socket, on_offer=desk.on_offer, group_access=config.socket_group_access)
         descriptors.start()
         stack.callback(descriptors.close)
-        metrics_url, stop_metrics = start_metrics(config, registry, config.advertise_host)
+        metrics_url, stop_metrics = serve_metrics(config, registry, config.advertise_host)
         stack.callback(stop_metrics)
         node = dataclasses.replace(node, metrics_url=metrics_url)
         # What engines' caches hold is asked of agents on their host: to the index an agent announces no locations.
@@ -165,7 +165,7 @@ def _device(config: GpuAgentConfig, stop: Stop) -> Device:
             peer_programs=config.peer_programs,
             on_broken=on_broken,
         )
-    except (ImportError, KvPoolError, RuntimeError) as error:
+    except (ImportError, KvPoolError, RuntimeError, AssertionError) as error:
         raise StartupFailed(
             f"device cuda cannot be served ({error}); install kvpool[gpuagent-cuda] on a machine with an NVIDIA GPU, "
             f"or use --device cpu"

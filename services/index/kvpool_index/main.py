@@ -33,7 +33,7 @@ from kvpool_server.logs import fields
 from kvpool_server.metrics import new_registry, open_service_tracer
 from kvpool_server.process import tune_process
 from kvpool_server.server import ControlServer
-from kvpool_server.service import run_with_settings, start_metrics
+from kvpool_server.service import run_with_settings, serve_metrics
 from kvpool_server.tasks import BackgroundTasks
 from kvpool_server.tls import open_tls
 
@@ -53,6 +53,7 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
     _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
     listen = parse_address("listen", config.listen)
     registry = new_registry()
+    metrics_url, stop_metrics = serve_metrics(config, registry)
     tls = open_tls(config, registry, service="index")
     tracer = open_service_tracer("index", registry)
     store = _open_store(config)
@@ -69,7 +70,6 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
     endpoint = str(TcpAddress(listen.host, server.listen_tcp(listen, tls)))
     if config.health_listen:
         server.listen_health(parse_address("health_listen", config.health_listen))
-    metrics_url, stop_metrics = start_metrics(config, registry)
     try:
         await store.check_layout()
         await server.start()

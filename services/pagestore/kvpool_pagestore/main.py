@@ -36,7 +36,7 @@ from kvpool_server.lifecycle import Stop, clear_ready_file, write_ready_file
 from kvpool_server.logs import fields
 from kvpool_server.metrics import new_registry, open_service_tracer
 from kvpool_server.process import mapping_large_buffers, release_free_memory, tune_process
-from kvpool_server.service import run_with_settings, start_metrics
+from kvpool_server.service import run_with_settings, serve_metrics
 from kvpool_server.tasks import BoundedExecutor
 from kvpool_server.tls import ServiceTls, open_tls
 
@@ -86,7 +86,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     stack.callback(parts.peers.close)
     last_incarnation = await _load_engine(engine, arena.segments)
     servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry), tls, tracer)
-    metrics_url, stop_metrics = start_metrics(config, registry, config.advertise_host)
+    metrics_url, stop_metrics = serve_metrics(config, registry, config.advertise_host)
     stack.callback(stop_metrics)
     node = servers.listen(metrics_url)
     node = replace(node, draining=engine.drain.refuses_pages)

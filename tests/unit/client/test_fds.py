@@ -18,6 +18,7 @@ from kvpool.core.errors import (
     StartupFailed,
 )
 from kvpool.testing import eventually
+from kvpool.wire.fd_frames import pack_reply
 from kvpool_server.fds import FdServer, PeerCredentials
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.fd_owner import TOKEN, open_fds, serving
@@ -78,6 +79,10 @@ async def test_server_without_handlers_refuses(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="takes no descriptors"):
         await asyncio.to_thread(offer_fd, tmp_path / "s", TOKEN, 1, 1, 0, timeout_s=PATIENCE_S)
     server.close()
+
+
+def test_bytes_of_a_reply() -> None:
+    assert pack_reply(5).hex() == "4b564644" + "01010000" + "0500000000000000" + 12 * "00"
 
 
 @pytest.mark.parametrize("token", [b"", b"short", bytes(33)])

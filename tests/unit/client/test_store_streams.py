@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ class Transport(StreamTransport):
         self._nodes = nodes
 
     def client(self, endpoint: str) -> Any:
-        return self._nodes[endpoint]
+        return nullcontext(self._nodes[endpoint])
 
 
 class World:

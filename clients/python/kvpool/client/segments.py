@@ -34,7 +34,7 @@ class FetchFd(Protocol):
 MapHook = Callable[[memoryview], Callable[[], None]]
 """Called in a thread with all bytes of a new mapping; returns what undoes it. Must not keep the view.
 
-For what makes a mapping fast to use: filling in its page tables, pinning it for a GPU, mapping it in other processes.
+For what makes a mapping fast to use: filling in its page tables, pinning it for a GPU.
 """
 
 

@@ -20,7 +20,7 @@ from kvpool.client.index import IndexClient
 from kvpool.client.store_reading import WindowRead, all_ended, in_thread
 from kvpool.client.store_values import OpenedShards, PayloadCopy, WantedPage
 from kvpool.client.store_writing import WindowWritten
-from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
+from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient, PageTransferClients
 from kvpool.core.cancel import CancelToken
 from kvpool.core.cluster import NodeInfo, RemoteSource, stale_locations
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, ServiceUnavailable
@@ -42,7 +42,7 @@ class StreamTransport:
 
     def __init__(self, config: ClientConfig, index: IndexClient, threads: Executor, window_bytes: int) -> None:
         self._config, self._index, self._threads, self._window_bytes = config, index, threads, window_bytes
-        self._clients: dict[str, PageTransferClient] = {}
+        self._peers = PageTransferClients(metadata=config.metadata, tls=config.tls, tracer=config.tracer)
         self._buffered_bytes = 0
         self.buffered_bytes_max = 0  # at once, so far
         self.connected = True  # whether the last stream was answered
@@ -57,21 +57,15 @@ class StreamTransport:
 
     async def close(self) -> None:
         """End all connections. Idempotent."""
-        clients, self._clients = self._clients, {}
-        for client in clients.values():
-            client.close()
+        self._peers.close()
 
     def pages_max(self, payload_bytes: int) -> int:
         """How many pages of so many bytes may be in flight at once in one call."""
         return max(1, self._window_bytes // page_bytes(payload_bytes))
 
-    def client(self, endpoint: str) -> PageTransferClient:
-        """The client of an endpoint; idle connections close themselves."""
-        if endpoint not in self._clients:
-            self._clients[endpoint] = PageTransferClient(
-                endpoint, metadata=self._config.metadata, tls=self._config.tls, tracer=self._config.tracer
-            )
-        return self._clients[endpoint]
+    def client(self, endpoint: str) -> contextlib.AbstractContextManager[PageTransferClient]:
+        """The client of an endpoint, for one call."""
+        return self._peers.client(endpoint)
 
     async def run(self, work: Callable[[CancelToken, float], None], ends_at_s: float) -> None:
         """Run `work(stop, seconds left)` in a thread. A caller that is cancelled stops it, and waits for its end."""
@@ -179,7 +173,6 @@ class StreamWindows:
         """What one source has."""
         pages = [page for page, _ in wanted.values()]
         items = [PageToRead(key=self._key(page), destination=buffer) for page, buffer in wanted.values()]
-        client = self._transport.client(source.bulk_endpoint)
         answers: dict[WantedPage, bool | KvPoolError] = {}  # False: it does not have the page
         failures: list[Exception] = []  # of the caller's copies, which must not fail
 
@@ -207,7 +200,8 @@ class StreamWindows:
                         expected_incarnation=source.incarnation,
                     )
 
-        await self._transport.run(read, ends_at_s)
+        with self._transport.client(source.bulk_endpoint) as client:
+            await self._transport.run(read, ends_at_s)
         for page in pages:
             answer = answers.get(page, _LATE)
             if answer is True:
@@ -257,7 +251,6 @@ class StreamWindows:
     ) -> None:
         """What one node takes."""
         pages = [page for page, _ in filled.values()]
-        client = self._transport.client(node.bulk_endpoint)
         answers: dict[WantedPage, Admission | KvPoolError] = {}
 
         def on_page(item: int, admission: Admission, error: KvPoolError | None) -> None:
@@ -275,7 +268,8 @@ class StreamWindows:
                 self._keyspaces, items, on_page, timeout_s=left_s, expected_incarnation=node.incarnation, stop=stop
             )
 
-        await self._transport.run(write, ends_at_s)
+        with self._transport.client(node.bulk_endpoint) as client:
+            await self._transport.run(write, ends_at_s)
         source = RemoteSource(node_id=node.node_id, incarnation=node.incarnation, bulk_endpoint=node.bulk_endpoint)
         for page in pages:
             answer = answers.get(page, _LATE)

@@ -54,7 +54,7 @@ _READ_KEYS_MAX: Final = 1024
 _READ_PAGES: Final = "/kvpool.v1.PageTransferService/ReadPages"
 _WRITE_PAGES: Final = "/kvpool.v1.PageTransferService/WritePages"
 _ATTEMPTS: Final = 2
-_CLIENTS_MAX: Final = 32
+_CLIENTS_MAX: Final = 128  # endpoints of a pool: a connection costs a handshake, an idle one little
 _CHANNEL_OPTIONS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -265,9 +265,15 @@ class PageTransferClients:
     """
 
     def __init__(
-        self, *, clients_max: int = _CLIENTS_MAX, tls: TlsCredentials | None = None, tracer: Tracer = NO_TRACER
+        self,
+        *,
+        clients_max: int = _CLIENTS_MAX,
+        metadata: Sequence[tuple[str, str]] = (),
+        tls: TlsCredentials | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        self._clients_max, self._tls, self._tracer = clients_max, tls, tracer
+        """metadata: of each call."""
+        self._clients_max, self._metadata, self._tls, self._tracer = clients_max, metadata, tls, tracer
         self._lock = threading.Lock()
         self._clients: OrderedDict[str, _SharedClient] = OrderedDict()  # by endpoint, the one used last at the end
         self._closed = False
@@ -278,7 +284,7 @@ class PageTransferClients:
         with self._lock:
             shared = self._clients.get(endpoint)
             if shared is None:
-                client = PageTransferClient(endpoint, tls=self._tls, tracer=self._tracer)
+                client = PageTransferClient(endpoint, metadata=self._metadata, tls=self._tls, tracer=self._tracer)
                 shared = self._clients[endpoint] = _SharedClient(client)
                 if self._closed:
                     client.close()

@@ -1,4 +1,4 @@
-"""How kernels are launched: tables checked on the host, and no work twice for a shape that was launched before."""
+"""How kernels are launched, without work twice for a shape that was launched before; how tables are checked."""
 
 import functools
 import threading

@@ -79,7 +79,7 @@ class WatchService:
     async def watch(
         self, tenant: str, after_position: str, keyspace: bytes, *, for_replica: bool = False, peer: str = ""
     ) -> AsyncGenerator[IndexEvent, None]:
-        """Events after a position, or from now. peer: the host that watches.
+        """Events after a position, or from now, until the iterator is closed. peer: the host that watches.
 
         Raises InvalidRequest, KeyspaceUnknown, Overloaded.
         """

@@ -46,6 +46,7 @@ class KnownChunks:
 
     def leading(self, hashes: Sequence[bytes], first: int) -> int:
         """Return the index of the first chunk from `first` on that the pool is not known to have."""
-        while first < len(hashes) and hashes[first] in self:
+        oldest_s = self._now_s() - self._known_s
+        while first < len(hashes) and (seen_s := self._seen_s.get(hashes[first])) is not None and seen_s >= oldest_s:
             first += 1
         return first
