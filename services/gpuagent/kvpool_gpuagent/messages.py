@@ -88,7 +88,6 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
         handles=handles,
         events=_events(register.events),
         load_only=register.load_only,
-        layers_per_progress=check_count(register.layers_per_progress, "layers_per_progress"),
         previous_session_id=register.previous_session_id,
         hold_file=register.hold_file,
         match_only=register.match_only,

@@ -330,10 +330,9 @@ class EngineHandler:
         wait_s = load.wait_ms / 1e3 if load.wait_ms > 0 else DEFAULT_LOAD_WAIT_S
 
         def report(layers: int, failed: Sequence[int]) -> None:
-            if load.no_progress:
-                return
-            progress = gpuagent_pb2.EngineLoadProgress(layers_loaded=layers, failed_chunks=failed)
-            send(Response(load_progress=progress))
+            if not load.no_progress:
+                progress = gpuagent_pb2.EngineLoadProgress(layers_loaded=layers, failed_chunks=failed)
+                send(Response(load_progress=progress))
 
         span, speed_s = span_from_proto(load), compute_speed_from_proto(load)
         outcome = await self._session.load(
@@ -344,6 +343,7 @@ class EngineHandler:
             after,
             compute_s_per_token=speed_s,
             from_gpu=load.from_gpu,
+            by_layer=not load.no_progress,
         )
         return Response(load_done=load_done_to_proto(outcome))
 

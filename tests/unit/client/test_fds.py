@@ -1,6 +1,7 @@
 """Descriptor passing, both directions, against the real server."""
 
 import asyncio
+import gc
 import os
 import socket
 import stat
@@ -38,6 +39,7 @@ async def test_fetch(tmp_path: Path) -> None:
 
 
 async def test_server_can_let_go_of_what_it_hands_out(tmp_path: Path) -> None:
+    gc.collect()  # descriptors of tests before
     async with serving(tmp_path) as (owner, server, path):
         owner.close_after = True
         fetched = await asyncio.to_thread(fetch_fd, path, TOKEN, 1, timeout_s=PATIENCE_S)

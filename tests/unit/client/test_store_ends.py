@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -79,6 +80,7 @@ async def test_memory_is_mapped_before_the_first_call_and_no_more_once_it_is_clo
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:")
 
+    gc.collect()  # mappings of tests before
     with new_world() as world:
         async with served(world) as store:
             store.running.engine.preparation.start()

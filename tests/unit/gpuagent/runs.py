@@ -135,7 +135,7 @@ class Bench:
         wait_s: float = 10.0,
         skip_tokens: int = 0,
         sources: Sequence[ChunkSource] | None = None,
-        layers_per_progress: int = 0,
+        by_layer: bool = False,
     ) -> LoadOutcome:
         run = LoadRun(
             rank,
@@ -145,7 +145,7 @@ class Bench:
             self.cache,
             self.metrics,
             self.copied,
-            layers_per_progress=layers_per_progress,
+            by_layer=by_layer,
         )
 
         def report(layers: int, failed: Sequence[int]) -> None:

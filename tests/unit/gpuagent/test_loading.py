@@ -40,7 +40,7 @@ async def test_a_load_brings_every_chunk_chunk_by_chunk() -> None:
 async def test_an_engine_that_starts_early_gets_layer_group_by_layer_group() -> None:
     bench = Bench(window_pages=8)
     bench.offer(range(5))
-    outcome = await bench.load(range(5), layers_per_progress=1)
+    outcome = await bench.load(range(5), by_layer=True)
     assert outcome.loaded_chunks == 5
     assert bench.progress == [(2, []), (4, [])]
     asked = [(one.key.shard // 2, one.key.chunk_hash[0]) for one in bench.pool.asked]
@@ -101,15 +101,15 @@ WHOLE, HALVES, SECOND_HALF = 0b001001, 0b110110, 0b100100
         pytest.param(WHOLE, 0b110001, id="one way in the first layers, another in the last"),
     ],
 )
-@pytest.mark.parametrize("layers_per_progress", [0, 1])
+@pytest.mark.parametrize("by_layer", [False, True])
 async def test_pages_of_another_split_are_read_where_a_match_says_so(
-    shards: int, readable: int, layers_per_progress: int
+    shards: int, readable: int, by_layer: bool
 ) -> None:
     bench = Bench(grid=SPLITS)
     bench.offer(range(3), range(SPLITS.shard_count))
     rank = replace(RANK, grid=SPLITS, shards=shards)
     sources: list[ChunkSource] = [((), shards), ((), readable), ((), readable)]
-    outcome = await bench.load(range(3), rank=rank, sources=sources, layers_per_progress=layers_per_progress)
+    outcome = await bench.load(range(3), rank=rank, sources=sources, by_layer=by_layer)
     assert outcome.loaded_chunks == 3
     wanted = {(blocks(0), shard) for shard in shards_in(shards)}
     wanted |= {(blocks(number), shard) for number in (1, 2) for shard in shards_in(readable)}
@@ -186,7 +186,7 @@ async def test_progress_of_a_group_comes_before_the_next_group_is_in() -> None:
     bench = Bench(window_pages=4)
     bench.offer(range(2))
     bench.faults.gates["page 1 3"] = asyncio.Event()
-    loading = asyncio.ensure_future(bench.load(range(2), layers_per_progress=1))
+    loading = asyncio.ensure_future(bench.load(range(2), by_layer=True))
     await eventually(lambda: bench.progress == [(2, [])])
     assert not loading.done()
     bench.faults.gates["page 1 3"].set()
@@ -194,27 +194,19 @@ async def test_progress_of_a_group_comes_before_the_next_group_is_in() -> None:
     assert bench.progress[-1] == (4, [])
 
 
-@pytest.mark.parametrize(("step", "reported"), [(0, [2, 4]), (1, [2, 4]), (2, [2, 4]), (3, [4]), (4, [4]), (9, [4])])
-async def test_progress_comes_no_more_often_than_asked(step: int, reported: list[int]) -> None:
-    bench = Bench(window_pages=4)
-    bench.offer(range(3))
-    await bench.load(range(3), layers_per_progress=step)
-    assert [layers for layers, _ in bench.progress] == reported
-
-
-@pytest.mark.parametrize("layers_per_progress", [0, 1])
+@pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("shard", range(4))
-async def test_a_chunk_that_misses_a_page_ends_the_prefix_before_it(shard: int, layers_per_progress: int) -> None:
+async def test_a_chunk_that_misses_a_page_ends_the_prefix_before_it(shard: int, by_layer: bool) -> None:
     bench = Bench(window_pages=4)
     bench.offer(range(6))
     del bench.cluster.pages[key(2, shard)]
-    outcome = await bench.load(range(6), layers_per_progress=layers_per_progress)
+    outcome = await bench.load(range(6), by_layer=by_layer)
     assert (outcome.loaded_chunks, list(outcome.failed_chunks)) == (2, [2, 3, 4, 5])
     assert isinstance(outcome.error, PageMissing)
     assert bench.loaded(0)
     assert bench.loaded(1)
     assert bench.progress[-1] == (4, [2, 3, 4, 5])
-    later = [one.key for one in bench.pool.asked if not layers_per_progress or one.key.shard // 2 > shard // 2]
+    later = [one.key for one in bench.pool.asked if not by_layer or one.key.shard // 2 > shard // 2]
     assert not [wanted for wanted in later if wanted.chunk_hash[0] > 4]  # known to have failed: not asked for
     bench.nothing_is_out()
 

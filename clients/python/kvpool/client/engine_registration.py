@@ -52,7 +52,6 @@ class EngineRegistration:
     events: EventSlots | None = None  # of GPU work that stores and loads may have to come after
     load_only: bool = False
     match_only: bool = False  # an engine's scheduler: there are no regions, and nothing can be stored or loaded
-    layers_per_progress: int = 0  # 0: one report per layer group of the grid
     generations: BlockGenerations | None = None  # of an engine that announces what its GPU memory holds
     engine_id: bytes = b""  # equal for all sessions of an engine; matches without one name no GPU caches of others
     previous_session_id: bytes = b""
@@ -121,7 +120,6 @@ def register_to_proto(plan: EngineRegistration) -> gpuagent_pb2.EngineRegister:
         handles=_handles_to_proto(plan),
         layout=layout_to_proto(plan.layout),
         load_only=plan.load_only,
-        layers_per_progress=plan.layers_per_progress,
         previous_session_id=plan.previous_session_id,
         events=[ipc_event_to_proto(event) for event in plan.events.handles] if plan.events is not None else [],
         match_only=plan.match_only,

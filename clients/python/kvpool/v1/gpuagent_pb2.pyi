@@ -293,7 +293,6 @@ class EngineRegister(_message.Message):
     HANDLES_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     LOAD_ONLY_FIELD_NUMBER: _builtins.int
-    LAYERS_PER_PROGRESS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     PREVIOUS_SESSION_ID_FIELD_NUMBER: _builtins.int
     HOLD_FILE_FIELD_NUMBER: _builtins.int
@@ -308,8 +307,6 @@ class EngineRegister(_message.Message):
     """Keyspace to open at the index."""
     load_only: _builtins.bool
     """True if another rank writes the same shards (replicated heads): this one only loads."""
-    layers_per_progress: _builtins.int
-    """Layers per progress report of a load; 0 means one report per page's layer group."""
     previous_session_id: _builtins.bytes
     """Session of this engine rank that broke, 16 bytes, or empty: `registered` is sent only after all work of that session has ended, so that its blocks may be reused."""
     hold_file: _builtins.bool
@@ -358,7 +355,6 @@ class EngineRegister(_message.Message):
         handles: _abc.Iterable[Global___MemoryHandle] | None = ...,
         layout: Global___EngineLayout | None = ...,
         load_only: _builtins.bool = ...,
-        layers_per_progress: _builtins.int = ...,
         events: _abc.Iterable[Global___CudaIpcEventHandle] | None = ...,
         previous_session_id: _builtins.bytes = ...,
         hold_file: _builtins.bool = ...,
@@ -370,7 +366,7 @@ class EngineRegister(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_generations", b"block_generations", "engine_id", b"engine_id", "engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "reads_batched", b"reads_batched", "spec", b"spec", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_generations", b"block_generations", "engine_id", b"engine_id", "engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "reads_batched", b"reads_batched", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -769,7 +765,7 @@ class EngineLoadRequest(_message.Message):
     skip_tokens: _builtins.int
     """Leave the first this many tokens of the first chunk untouched (they are the engine's own); 0 to chunk_tokens - 1."""
     no_progress: _builtins.bool
-    """The engine waits for `load_done` alone: no `load_progress` is sent."""
+    """The engine waits for `load_done` alone: no `load_progress` is sent, and pages come chunk by chunk instead of layer group by layer group."""
     from_gpu: _builtins.bool
     """Look for the chunks in GPU caches of other ranks of this host first: a match has named that source. What is not found there is loaded from elsewhere."""
     @_builtins.property

@@ -34,7 +34,6 @@ class Registration:
     handles: tuple[MappedHandle, ...]  # shared memory without its descriptors, which come later
     events: tuple[IpcEvent, ...] = ()
     load_only: bool = False
-    layers_per_progress: int = 0
     previous_session_id: bytes = field(default=b"", repr=False)
     hold_file: bool = False  # the engine lends one with its memory
     match_only: bool = False  # of an engine's scheduler: the handles have no memory
@@ -119,7 +118,6 @@ class GpuAgentEngine:
             engine_name=wanted.engine_name,
             keyspace_name=wanted.keyspace_name,
             hash_key=opened.hash_key,
-            layers_per_progress=wanted.layers_per_progress,
             engine_id=wanted.engine_id,
         )
         pool = self._pools(opened.keyspace, wanted.spec)

@@ -54,18 +54,18 @@ class LoadRun:
         metrics: AgentMetrics,
         copied: CopiedBytes,
         *,
-        layers_per_progress: int = 0,
+        by_layer: bool = False,
     ) -> None:
-        """sources: of each chunk. copied: of all loads of the agent. layers_per_progress: report no more often; 0: the
-        engine waits for all layers."""
+        """sources: of each chunk. copied: of all loads of the agent. by_layer: the engine starts its first layers
+        early."""
         self._rank, self._span = rank, span
         self._pool, self._cache, self._metrics = pool, cache, metrics
         self._remote = [source[0] for source in sources]
-        self._positions, self._shards = _pages_of(rank, [source[1] for source in sources], layers_per_progress > 0)
+        self._positions, self._shards = _pages_of(rank, [source[1] for source in sources], by_layer)
         self._skip_tokens: Int64s = np.zeros(span.chunk_count, dtype=np.int64)
         self._skip_tokens[0] = span.skip_tokens
         self._page_bytes = rank.page_sizes
-        self._progress = _Progress(rank, self._shards, layers_per_progress)
+        self._progress = _Progress(rank, self._shards)
         self._report: ReportProgress = lambda layers, failed: None
         self._first_failed = span.chunk_count
         self._error: KvPoolError | None = None
@@ -278,21 +278,16 @@ def _pages_of(rank: Rank, readable: Sequence[int], by_layer_group: bool) -> tupl
 class _Progress:
     """Counts pages that are in or failed; a layer group is in once it and all before it have none left."""
 
-    def __init__(self, rank: Rank, shards: Bytes, step_layers: int) -> None:
-        """shards: of all pages. step_layers: of two reports, but for the last one."""
-        self._rank, self._step_layers = rank, step_layers
+    def __init__(self, rank: Rank, shards: Bytes) -> None:
+        """shards: of all pages."""
+        self._rank = rank
         self._left = np.bincount(shards // rank.grid.group_shards, minlength=rank.grid.layer_groups)
         self._groups = [group for group in range(rank.grid.layer_groups) if self._left[group]]
-        self._layers_in = self._reported_layers = 0
 
     def note_ended(self, shards: Bytes) -> int:
         """Count pages of these shards as ended. Return the layers to report now; 0 without news."""
         self._left -= np.bincount(shards // self._rank.grid.group_shards, minlength=self._left.size)
+        layers_in = 0
         while self._groups and not self._left[self._groups[0]]:
-            end = self._rank.grid.layers_of_group(self._groups.pop(0)).stop
-            self._layers_in = end - self._rank.layout.first_layer
-        due = self._layers_in - self._reported_layers
-        if not due or (self._groups and due < self._step_layers):
-            return 0
-        self._reported_layers = self._layers_in
-        return self._layers_in
+            layers_in = self._rank.grid.layers_of_group(self._groups.pop(0)).stop - self._rank.layout.first_layer
+        return layers_in

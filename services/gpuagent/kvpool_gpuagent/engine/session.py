@@ -117,7 +117,6 @@ class EngineIdentity:
     engine_name: str
     keyspace_name: str
     hash_key: bytes
-    layers_per_progress: int
     engine_id: bytes = b""
 
 
@@ -152,8 +151,7 @@ class EngineSession:
         """Made by GpuAgentEngine.open_session."""
         rank = self.rank = identity.rank
         self.engine_name, self.keyspace_name = identity.engine_name, identity.keyspace_name
-        self.hash_key, self._layers_per_progress = identity.hash_key, identity.layers_per_progress
-        self.engine_id = identity.engine_id
+        self.hash_key, self.engine_id = identity.hash_key, identity.engine_id
         self.cached: CachedChunks | None = None  # what the engine has announced, if it has generations
         self.session_id = secrets.token_bytes(16)
         self.owner = ""  # whose share of the agent's sessions it takes; see GpuAgentEngine.claim
@@ -292,11 +290,12 @@ class EngineSession:
         *,
         compute_s_per_token: float = 0.0,
         from_gpu: bool = False,
+        by_layer: bool = False,
     ) -> LoadOutcome:
         """Load chunks, after the engine's work; see LoadRun. Raises InvalidRequest before anything is touched.
 
         compute_s_per_token: of the engine, were it to compute them; 0 if unknown. from_gpu: what GPU caches of other
-        ranks hold comes from there.
+        ranks hold comes from there. by_layer: the engine starts its first layers early.
         """
         cache, loop = traced(self._ready_cache(), self._tracer), asyncio.get_running_loop()
         check_load(span, self.rank, max_chunks=self._config.max_request_chunks)
@@ -317,7 +316,7 @@ class EngineSession:
                     cache,
                     self._metrics,
                     self._copied,
-                    layers_per_progress=self._layers_per_progress,
+                    by_layer=by_layer,
                 )
                 outcome = await run.run(partial(_report_part, report, left), running.stop, ends_at_s, passed)
                 loaded_bytes = run.loaded_bytes
