@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvpool.core.outcome import Tier
 from kvpool.core.page import HEADER_BYTES, PageKey
 from kvpool.core.retention import Retention
 from kvpool.testing import eventually
+from kvpool_gpuagent.engine.loading import LoadRun
 from tests.fixtures.agent import (
     CLIENT,
     NODE_ID,
@@ -107,6 +109,29 @@ async def test_progress_comes_layer_by_layer_group() -> None:
         )
         await handle.done(60)
         assert seen == [(4, ())]  # this small a grid has one layer group
+        await session.close()
+        engine.close()
+
+
+async def test_pages_come_layer_by_layer_where_the_engine_hears_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    class Noted(LoadRun):
+        def __init__(self, *arguments: Any, by_layer: bool) -> None:
+            asked.append(by_layer)
+            super().__init__(*arguments, by_layer=by_layer)
+
+    monkeypatch.setattr("kvpool_gpuagent.engine.session.LoadRun", Noted)
+    async with running_agent(World()) as agent:
+        engine = EngineProcess(agent.endpoint)
+        session = await engine.open()
+        chain = prompt(session, 1)
+        engine.compute(chain, range(1))
+        await run_store(session, engine.span(chain, range(1)))
+        await run_load(session, engine.span(chain, range(1)))
+        heard = await session.load(engine.span(chain, range(1)), wait_s=60, on_progress=lambda *_: None)
+        await heard.done(60)
+        assert asked == [False, True]
         await session.close()
         engine.close()
 

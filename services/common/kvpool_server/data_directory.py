@@ -43,7 +43,7 @@ def _node_id(path: Path) -> bytes:
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(path)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         return uuid.UUID(path.read_text(encoding="ascii").strip()).bytes
     except OSError as error:
         raise StartupFailed(f"{path} cannot be read or written ({error.strerror}); repair the directory") from error
@@ -51,8 +51,9 @@ def _node_id(path: Path) -> bytes:
         raise StartupFailed(f"{path} holds no UUID; remove it to get a new node id") from error
 
 
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

@@ -27,7 +27,7 @@ class ServiceSettings(TlsSettings):
     parent_pid: Annotated[int, "end when this process has ended; 0: do not"] = 0
     log_level: Annotated[LogLevel, "the least severe level that is logged"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "logfmt for people, json for collectors"] = LogFormat.LOGFMT
-    tenant: Annotated[str, "tenant of all callers, while there is no authentication"] = "default"
+    tenant: Annotated[str, "tenant of all callers, until requests are authenticated"] = "default"
 
     def __post_init__(self) -> None:
         if not self.tenant:

@@ -45,6 +45,10 @@ STRANGER = keyspace_id(encode_keyspace("stranger", SPEC))
 BOTH_BYTES = SLOT_BYTES + PAGE_BYTES  # of a page that is staged and on disk
 
 
+def used_bytes(running: Running, keyspace: bytes) -> int:
+    return running.engine.quotas._book.used_bytes(keyspace)
+
+
 async def put(running: Running, peer: PeerSession, keyspace: bytes, number: int, **kept: int) -> KvPoolError | None:
     key = PageKey(keyspace, page_key(number).chunk_hash, 0)
     item = PageRecord(key=key, page_bytes=PAGE_BYTES, metadata=replace(metadata(number), **kept))  # type: ignore[arg-type]
@@ -86,12 +90,10 @@ async def test_a_writer_over_its_keyspaces_quota_gives_up_its_own_oldest_pages()
             for number in range(30):
                 assert await put(running, peer, KEYSPACE, number) is None
                 await running.engine.flush(TENANT, b"")
-                assert running.engine.quotas._book.used_bytes(KEYSPACE) <= 6 * BOTH_BYTES
-            assert running.engine.quotas._book.used_bytes(OTHER) == 5 * BOTH_BYTES, "another keyspace paid"
+                assert used_bytes(running, KEYSPACE) <= 6 * BOTH_BYTES
+            assert used_bytes(running, OTHER) == 5 * BOTH_BYTES, "another keyspace paid"
             assert [await here(running, peer, number) for number in (0, 28, 29)] == [False, True, True]
-            assert running.engine.quotas._book.used_bytes(KEYSPACE) <= 6 * BOTH_BYTES, (
-                "reading took more than the quota"
-            )
+            assert used_bytes(running, KEYSPACE) <= 6 * BOTH_BYTES, "reading took more than the quota"
 
 
 async def test_what_is_in_use_is_not_given_up_and_the_page_is_refused() -> None:
@@ -129,7 +131,7 @@ async def test_a_tenants_quota_is_that_of_all_its_keyspaces_and_of_no_other_tena
             for number in range(8):
                 assert await put(running, stranger, STRANGER, number) is None
                 assert await put(running, peer, KEYSPACE if number % 2 else OTHER, number) is None
-            used = [running.engine.quotas._book.used_bytes(one) for one in (KEYSPACE, OTHER, STRANGER)]
+            used = [used_bytes(running, one) for one in (KEYSPACE, OTHER, STRANGER)]
             assert used[0] + used[1] <= 4 * SLOT_BYTES
             assert used[2] == 8 * SLOT_BYTES
 
@@ -141,13 +143,13 @@ async def test_a_smaller_quota_evicts_down_at_once_and_after_a_restart() -> None
             peer = await open_session(running)
             await store(running, peer, range(10))
             await running.engine.flush(TENANT, b"")
-            assert running.engine.quotas._book.used_bytes(KEYSPACE) == 10 * BOTH_BYTES
+            assert used_bytes(running, KEYSPACE) == 10 * BOTH_BYTES
             quota(world, 5 * PAGE_BYTES, version=2)
             running.engine.policies.version_seen(2)
-            await eventually(lambda: running.engine.quotas._book.used_bytes(KEYSPACE) <= 5 * PAGE_BYTES)
+            await eventually(lambda: used_bytes(running, KEYSPACE) <= 5 * PAGE_BYTES)
             await eventually(lambda: len(stored_pages(world.memory)) <= 5)
         async with running_engine(world, tenant_quotas=(f"{TENANT}={2 * PAGE_BYTES}",)) as running:
-            assert running.engine.quotas._book.used_bytes(KEYSPACE) <= 2 * PAGE_BYTES
+            assert used_bytes(running, KEYSPACE) <= 2 * PAGE_BYTES
             assert running.engine.gauges().disk_pages == 2 or running.engine.gauges().disk_pages == 1
 
 
@@ -182,7 +184,7 @@ async def test_a_writer_gives_up_a_bounded_number_of_pages_after_its_quota_was_l
             # The writer gives up as many in its turn as does what brings the keyspace down to its quota.
             assert max(before - after for before, after in pairwise(counts)) <= 2 * 64
             await asking
-            await eventually(lambda: running.engine.quotas._book.used_bytes(KEYSPACE) <= 4 * PAGE_BYTES)
+            await eventually(lambda: used_bytes(running, KEYSPACE) <= 4 * PAGE_BYTES)
             assert await put(running, peer, KEYSPACE, 16 * 1000) is None
 
 
@@ -198,7 +200,7 @@ async def test_a_quota_is_kept_over_a_restart_without_an_index() -> None:
             for number in range(10, 20):
                 assert await put(running, peer, KEYSPACE, number) is None
                 await running.engine.flush(TENANT, b"")
-            assert running.engine.quotas._book.used_bytes(KEYSPACE) <= 3 * BOTH_BYTES
+            assert used_bytes(running, KEYSPACE) <= 3 * BOTH_BYTES
 
 
 async def test_all_that_was_counted_is_given_back() -> None:
@@ -209,7 +211,7 @@ async def test_all_that_was_counted_is_given_back() -> None:
             await running.engine.flush(TENANT, b"")
             assert await here(running, peer, 3)
             await running.engine.clear(TENANT, b"")
-            assert running.engine.quotas._book.used_bytes(KEYSPACE) == 0
+            assert used_bytes(running, KEYSPACE) == 0
 
 
 async def test_a_quota_holds_for_what_pages_take_on_disk_not_only_for_their_bytes(
@@ -222,10 +224,10 @@ async def test_a_quota_holds_for_what_pages_take_on_disk_not_only_for_their_byte
             peer = await open_session(running)
             assert await put(running, peer, KEYSPACE, 1) is None
             await running.engine.flush(TENANT, b"")
-            assert running.engine.quotas._book.used_bytes(KEYSPACE) <= BOTH_BYTES + 4095
+            assert used_bytes(running, KEYSPACE) <= BOTH_BYTES + 4095
             quota(world, BOTH_BYTES + 4096, version=2)
             running.engine.policies.version_seen(2)
-            await eventually(lambda: running.engine.quotas._book.used_bytes(KEYSPACE) == BOTH_BYTES + 4096)
+            await eventually(lambda: used_bytes(running, KEYSPACE) == BOTH_BYTES + 4096)
 
 
 async def test_staging_over_its_quota_gives_up_what_its_eviction_policy_names() -> None:
@@ -240,7 +242,7 @@ async def test_staging_over_its_quota_gives_up_what_its_eviction_policy_names() 
             assert await put(running, peer, KEYSPACE, 100) is None
             kept = [await here(running, peer, number) for number in range(8)]
             assert kept[:6] == [True] * 6 and not kept[7]
-            assert running.engine.quotas._book.used_bytes(OTHER) == SLOT_BYTES
+            assert used_bytes(running, OTHER) == SLOT_BYTES
 
 
 async def test_a_quota_is_kept_by_gaps_where_every_end_of_a_chain_is_in_use() -> None:
@@ -292,8 +294,8 @@ async def test_what_a_store_over_a_quota_looks_at_does_not_grow_with_what_is_sta
                         await disk.write([written(page)])
                     if case == "ends of chains in use" and number % CHAIN_PAGES == CHAIN_PAGES - 1:
                         table.acquire(peer.session, page.key)
-                used_bytes = running.engine.quotas._book.used_bytes(KEYSPACE)
-                running.engine.quotas.take_policy(PolicyChanged(KEYSPACE, KeyspacePolicy(quota_bytes=used_bytes)))
+                used = used_bytes(running, KEYSPACE)
+                running.engine.quotas.take_policy(PolicyChanged(KEYSPACE, KeyspacePolicy(quota_bytes=used)))
                 count = steps_of(lambda: reserve_tiny(running, peer, page_count))
                 assert table.ready_count == page_count - 1
                 return count

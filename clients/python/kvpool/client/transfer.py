@@ -308,8 +308,10 @@ class PageTransferClients:
             shared.client.close()
 
     def _take_surplus(self) -> list[_SharedClient]:
+        count = len(self._clients) - self._clients_max
+        if count <= 0:
+            return []
         unused = [endpoint for endpoint, shared in self._clients.items() if shared.call_count == 0]
-        count = max(0, len(self._clients) - self._clients_max)
         return [self._clients.pop(endpoint) for endpoint in unused[:count]]
 
 

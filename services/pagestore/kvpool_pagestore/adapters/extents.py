@@ -20,9 +20,10 @@ import numpy as np
 
 from kvpool.core.errors import PageCorrupt, StartupFailed, StoreFault
 from kvpool.core.page import PageKey
-from kvpool_pagestore.adapters.file_io import Descriptors, allows_direct, make_directories, sync_directory
+from kvpool_pagestore.adapters.file_io import Descriptors, allows_direct, make_directories
 from kvpool_pagestore.adapters.records import RecordColumns, UsedBlocks, decode_place
 from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent, ExtentBudget, FreeExtents
+from kvpool_server.data_directory import sync_directory
 
 _log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent
+from kvpool_server.data_directory import sync_directory
 
 _NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -160,12 +161,3 @@ def make_directories(directory: Path) -> None:
         make_directories(directory.parent)
         directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -33,8 +33,9 @@ from rocksdict import (
 )
 
 from kvpool.core.errors import KvPoolError, PageCorrupt, StartupFailed, StoreFault
-from kvpool_pagestore.adapters.file_io import make_directories, sync_directory
+from kvpool_pagestore.adapters.file_io import make_directories
 from kvpool_pagestore.adapters.records import FORMAT_NAME, LOG_NAME, RECORDS, SALVAGED, VALUES
+from kvpool_server.data_directory import sync_directory
 
 _log = logging.getLogger(__name__)
 
