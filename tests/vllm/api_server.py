@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.testing import eventually_sync
-from tests.vllm.engine import REPOSITORY, VLLM_PYTHON_VARIABLE, free_port, vllm_environment
+from tests.vllm.engine import DEVICE, KV_CACHE_BYTES, REPOSITORY, VLLM_PYTHON_VARIABLE, free_port, vllm_environment
 from tests.vllm.engine_server import ENVIRONMENT
 
 START_S = 420.0  # on a machine that has much other work; alone it takes 20 s
@@ -49,6 +49,8 @@ def _process(
     command = [os.environ[VLLM_PYTHON_VARIABLE], "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model_dir), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "4096", "--enforce-eager"]
+    if DEVICE == "cuda":
+        command += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
     command += ["--skip-tokenizer-init", "--kv-transfer-config", json.dumps(transfer), *arguments]
     with path.open("w+b") as log:
         environment = {**vllm_environment(), **ENVIRONMENT, **variables}

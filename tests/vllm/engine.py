@@ -27,9 +27,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CHUNK = 128
 # Of kvpool in tests: what is in the pool is loaded, however busy the machine is.
 PATIENT = {"load": "always", "match_timeout_s": 30.0, "load_timeout_s": 60.0, "load_timeout_min_s": 60.0}
+KV_CACHE_BYTES = 1 << 30  # of an engine on a GPU, which many share
 _ON_A_GPU = {
     "gpu_memory_utilization": 0.05,
-    "kv_cache_memory_bytes": 1 << 30,
+    "kv_cache_memory_bytes": KV_CACHE_BYTES,
     # The default are kernels of FlashInfer, which are compiled when they are first used.
     "additional_config": {"gdn_prefill_backend": "triton"},
 }
@@ -47,6 +48,9 @@ def prompt(token_count: int, seed: int) -> list[int]:
 def vllm_environment() -> dict[str, str]:
     """Of a process of vLLM's interpreter that imports kvpool and these tests."""
     return {
+        # On a GPU, Triton multiplies float32 in TF32 by default, and rounds by what else is in a step: decoding beside
+        # a prefill is another kernel. Then plain vLLM, too, gives one request of a hundred other tokens than alone.
+        "TRITON_F32_DEFAULT": "ieee",
         **os.environ,
         "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'clients/python'}",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for answers
