@@ -126,6 +126,20 @@ def test_a_store_is_not_kept_once_one_of_its_blocks_is_given_out_again() -> None
     assert computed(world, request, 1, skipped=5, new_blocks=WINDOW_BLOCKS).overwritten == []
 
 
+def test_a_block_that_two_stores_read_is_watched_until_both_have_ended() -> None:
+    world, requests = a_world(), [a_request(4 * CHUNK, "one"), a_request(4 * CHUNK, "two")]
+    for request in requests:
+        world.match(request)
+    (gone, *others), (also_gone, *more) = (computed(world, request, 4 * CHUNK).stores for request in requests)
+    world.stored(StepJobs(step=1, stores=[gone]))
+    given = computed(world, requests[0], 1, skipped=5, new_blocks=[WINDOW_BLOCKS[3]])
+    assert given.overwritten == [also_gone.number]
+    world.stored(StepJobs(step=1, stores=[also_gone, *others, *more]))
+    assert computed(world, requests[0], 1, skipped=5, new_blocks=WINDOW_BLOCKS).overwritten == []
+    world.side.lose_new_blocks()
+    assert computed(world, requests[0], 1, skipped=5).overwritten == [], "nothing is watched any more"
+
+
 def test_blocks_that_a_load_fills_are_given_out_again_too() -> None:
     world, request, other = a_world(), a_request(4 * CHUNK), a_request(4 * CHUNK + 5, "other", first_token=900)
     world.match(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -193,10 +194,11 @@ def test_one_group_of_full_attention_keeps_its_own_runs() -> None:
 
 
 def test_blocks_that_have_left_the_window() -> None:
-    assert first_held_chunk([0, 0, 0, 7, 8, 9], 0, 3, 2) == 2
-    assert first_held_chunk([0, 0, 6, 7, 8, 9], 0, 3, 2) == 1
-    assert first_held_chunk([1, 2, 6, 7], 0, 2, 2) == 0
-    assert first_held_chunk([0, 0, 0, 0], 1, 2, 2) == 2
+    assert first_held_chunk(np.array([0, 0, 0, 7, 8, 9]), 0, 3) == 2
+    assert first_held_chunk(np.array([0, 0, 6, 7, 8, 9]), 0, 3) == 1
+    assert first_held_chunk(np.array([1, 2, 6, 7]), 0, 2) == 0
+    assert first_held_chunk(np.array([0, 0, 0, 0]), 1, 2) == 2
+    assert first_held_chunk(np.array([1, 0, 2, 3, 4, 0]), 2, 3) == 3, "of a later member"
     assert first_held_token([0, 0, 5, 6], 0, 16) == 32
     assert first_held_token([0, 0, 5, 6], 48, 16) == 48
     assert first_held_token([0, 0], 0, 16) == 32

@@ -86,12 +86,14 @@ class KvCache:
             raise ValueError(f"each of vLLM's groups is to be in one group, got {members}")
 
 
-def first_held_chunk(block_ids: Sequence[int], first_chunk: int, end_chunk: int, blocks_per_chunk: int) -> int:
-    """Return the first chunk of [first_chunk, end_chunk) from which on a request has all blocks; end_chunk if none."""
-    for at in range(min(end_chunk * blocks_per_chunk, len(block_ids)) - 1, first_chunk * blocks_per_chunk - 1, -1):
-        if block_ids[at] == NULL_BLOCK_ID:
-            return at // blocks_per_chunk + 1
-    return first_chunk
+def first_held_chunk(blocks: Blocks, first_chunk: int, end_chunk: int) -> int:
+    """Return the first chunk of [first_chunk, end_chunk) from which on a request has all blocks; end_chunk if none.
+
+    blocks: of the pages of chunks [0, end_chunk), of which there is one at least.
+    """
+    of_chunks = blocks.reshape(end_chunk, -1)[first_chunk:]
+    lacking = np.flatnonzero((of_chunks == NULL_BLOCK_ID).any(axis=1))
+    return first_chunk + int(lacking[-1]) + 1 if lacking.size else first_chunk
 
 
 def page_chain(chain: Prompt, pages: int) -> Prompt:

@@ -287,7 +287,7 @@ class ConnectorScheduler:
         confirmed = self._unconfirmed.step(scheduled)
         waits_for_layers = self._settings.layerwise and bool(self._jobs)
         prefill_tokens = 0 if waits_for_layers else self._prefill_tokens(scheduled)
-        written = [*self._new_blocks, *new_blocks] if self._knows_new_blocks else None
+        written = block_id_array([*self._new_blocks, *new_blocks]) if self._knows_new_blocks else None
         self._knows_new_blocks = True
         jobs = StepJobs(
             step=self._steps.begin(prefill_tokens, sum(scheduled.values())),
@@ -298,7 +298,7 @@ class ConnectorScheduler:
             preempted=list(preempted),
             overwritten=self._store_plans.overwritten(written),
             computes=computes,
-            written=block_id_array(written) if written is not None else None,
+            written=written,
         )
         self._jobs, self._cancel, self._stores, self._release, self._new_blocks = [], [], [], [], []
         if self._announcements is not None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvpool.client.hashing import Prompt
 from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.kv_groups import KvCacheGroup, first_held_chunk, page_blocks, page_chain
 from kvpool.connectors.vllm.request_chain import Request, trace_of
-from kvpool.connectors.vllm.step_jobs import PoolEvent, StoreJob, StoreReport
+from kvpool.connectors.vllm.step_jobs import Blocks, PoolEvent, StoreJob, StoreReport
 from kvpool.core.retention import Retention
 
 
@@ -19,7 +21,6 @@ class _PendingStore:
     request_id: str
     chunks: PoolEvent
     workers: int
-    watched: frozenset[int] = frozenset()  # blocks that the engine may use again while they are read
     failed: bool = False
 
 
@@ -42,7 +43,7 @@ class StorePlans:
         self._last_number = 0
         self._pending: dict[int, _PendingStore] = {}
         self._requests: Counter[str] = Counter()
-        self._watched: dict[int, set[int]] = {}  # numbers of open stores by block
+        self._watched = _WatchedBlocks()
 
     def plan(
         self,
@@ -62,13 +63,15 @@ class StorePlans:
         request_id, group = request.request_id, self._groups[number]
         first_chunk, end_chunk, blocks_per_chunk = chunks.start, chunks.stop, self._chunk_tokens // group.block_tokens
         end_chunk = min(end_chunk, *(len(one) // blocks_per_chunk for one in block_ids))
+        if first_chunk >= end_chunk:
+            return None
+        blocks = page_blocks(block_ids, end_chunk, blocks_per_chunk)
         if group.window_tokens:
-            first_chunk = max(first_held_chunk(one, first_chunk, end_chunk, blocks_per_chunk) for one in block_ids)
+            first_chunk = first_held_chunk(blocks, first_chunk, end_chunk)
         first = first_chunk if retention else self._known.leading(chain.hashes[:end_chunk], first_chunk)
         if first >= end_chunk:
             return None
         chain_of_pages, pages = page_chain(chain, group.pages), group.pages
-        blocks = page_blocks(block_ids, end_chunk, blocks_per_chunk)
         self._last_number += 1
         job = StoreJob(
             number=self._last_number,
@@ -91,10 +94,9 @@ class StorePlans:
             lora_name=request.lora_request.lora_name if request.lora_request is not None else "",
         )
         # A window goes on while a request runs, and a state is copied: what is left behind is another request's soon.
-        watched = blocks[first * pages * blocks_per_chunk :].tolist() if group.gives_blocks_back else ()
-        self._pending[job.number] = _PendingStore(request_id, changed, self._worker_count, frozenset(watched))
-        for block in watched:
-            self._watched.setdefault(block, set()).add(job.number)
+        if group.gives_blocks_back:
+            self._watched.add(job.number, blocks[first * pages * blocks_per_chunk :])
+        self._pending[job.number] = _PendingStore(request_id, changed, self._worker_count)
         self._requests[request_id] += 1
         return job
 
@@ -108,10 +110,7 @@ class StorePlans:
         if store.workers:
             return None
         del self._pending[report.number]
-        for block in store.watched:
-            self._watched[block].discard(report.number)
-            if not self._watched[block]:
-                del self._watched[block]
+        self._watched.remove(report.number)
         self._requests[store.request_id] -= 1
         if not self._requests[store.request_id]:
             del self._requests[store.request_id]
@@ -120,15 +119,46 @@ class StorePlans:
         self._known.add(store.chunks.hashes)
         return store.chunks if store.chunks.token_ids else None
 
-    def overwritten(self, block_ids: Collection[int] | None) -> list[int]:
+    def overwritten(self, block_ids: Blocks | None) -> list[int]:
         """Return the numbers of open stores that read one of these blocks, which are about to be written. None: any
         block."""
-        if not self._watched:
-            return []
-        if block_ids is None:
-            block_ids = self._watched
-        return sorted({number for block in block_ids for number in self._watched.get(block, ())})
+        return self._watched.stores_of(block_ids)
 
     def has_pending(self, request_id: str) -> bool:
         """Whether a store of the request has not ended."""
         return request_id in self._requests
+
+
+class _WatchedBlocks:
+    """Blocks that open stores read and that the engine may use again meanwhile. A store of a long prompt has thousands,
+    so they are counted in arrays."""
+
+    def __init__(self) -> None:
+        self._by_store: dict[int, Blocks] = {}
+        self._counts = np.zeros(0, np.int32)  # of stores, by block
+
+    def add(self, number: int, blocks: Blocks) -> None:
+        """Watch these blocks, which are distinct, for a store."""
+        most = int(blocks.max(initial=-1)) + 1
+        if most > self._counts.size:
+            self._counts = np.concatenate((self._counts, np.zeros(most, np.int32)))  # at least twice as many
+        self._by_store[number] = blocks
+        self._counts[blocks] += 1
+
+    def remove(self, number: int) -> None:
+        """The store has ended. Does nothing for a store without watched blocks."""
+        blocks = self._by_store.pop(number, None)
+        if blocks is not None:
+            self._counts[blocks] -= 1
+
+    def stores_of(self, block_ids: Blocks | None) -> list[int]:
+        """Return the numbers of the stores that read one of these blocks, in order. None: any block."""
+        if not self._by_store or block_ids is None:
+            return sorted(self._by_store)
+        known = block_ids[block_ids < self._counts.size]
+        read = known[self._counts[known] > 0]
+        if not read.size:
+            return []
+        lost = np.zeros(self._counts.size, np.bool_)
+        lost[read] = True
+        return sorted(number for number, blocks in self._by_store.items() if lost[blocks].any())
