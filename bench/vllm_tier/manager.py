@@ -32,7 +32,7 @@ class ManagedTier:
 
         extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
         printed = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        self._server = Server(f"bench-{name}", json.dumps(printed), {}, chunk_count, chunk_bytes, 1, False)
+        self._server = Server(f"bench-{name}", json.dumps(printed), {}, chunk_count, chunk_bytes, 1, False, {})
         self._chunk_count = chunk_count
         self._slots = np.asarray(self._server.manager.primary_tier.get_kv_memoryview())
         random = np.random.default_rng(3).integers(-128, 128, chunk_bytes, np.int8)

@@ -31,6 +31,8 @@ PATIENT = {"lookup_timeout_s": 60.0, "store_bytes_in_flight_max": CHUNKS * CHUNK
 QUICK_START = (REPOSITORY / "docs/quickstart-vllm-offloading.md").read_text()
 PRINTED = QUICK_START.split("--kv-transfer-config '")[1].split("'")[0]  # each server starts with it
 _PAGE_STEP_BYTES = 1 << 14
+_ENGINE: dict[str, Any] = {}  # one as it is by default
+_LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
 WAYS: dict[str, dict[str, Any]] = {"arena": {}, "streams": {"pagestore": "remote", "host_id": "elsewhere"}}
 _numbers = itertools.count()
 _seeds = itertools.count(1)
@@ -144,7 +146,13 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @contextmanager
 def server(
-    process: VllmProcess, settings: dict[str, Any], *, tp: int = 1, canonical: bool = False, **tier: Any
+    process: VllmProcess,
+    settings: dict[str, Any],
+    *,
+    tp: int = 1,
+    canonical: bool = False,
+    engine: dict[str, Any] | None = _ENGINE,
+    **tier: Any,
 ) -> Iterator[Server]:
     one = Server(process, f"server {next(_numbers)}")
     one(
@@ -156,6 +164,7 @@ def server(
         chunk_bytes=CHUNK_BYTES,
         tp=tp,
         canonical=canonical,
+        engine=engine,
     )
     try:
         yield one
@@ -223,7 +232,16 @@ def test_hosts_with_and_without_a_pagestore_share_in_both_directions(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model_revision": "r2"}, {"salt": "x"}, {"rope": {"factor": 2}}, {"weight_version": "2"}, {"tp": 2}]
+    "changes",
+    [
+        {"model_revision": "r2"},
+        {"salt": "x"},
+        {"weight_version": "2"},
+        {"tp": 2},
+        {"engine": {"rope": {"rope_type": "yarn", "factor": 2.0}}},
+        {"engine": {"overrides": {"attention_bias": True}}},
+        {"engine": {"heads": 4}},
+    ],
 )
 def test_servers_that_differ_in_what_kv_depends_on_share_nothing(
     processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster, changes: dict[str, Any]
@@ -237,6 +255,63 @@ def test_servers_that_differ_in_what_kv_depends_on_share_nothing(
         one.store(seed)
         eventually_sync(lambda: shared(same, seed))
         assert other.found(seed) == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "same", "other"),
+    [
+        ({"conv": "SD"}, {"conv": "SD"}, {"conv": "DS"}),
+        (
+            {"rope": _LONG, "max_model_len": 1024},
+            {"rope": _LONG, "max_model_len": 512},
+            {"rope": _LONG, "max_model_len": 4096},
+        ),
+    ],
+)
+def test_kv_of_one_size_that_is_arranged_or_computed_otherwise_is_not_shared(
+    processes: tuple[VllmProcess, VllmProcess],
+    cluster: DirectCluster,
+    engine: dict[str, Any],
+    same: dict[str, Any],
+    other: dict[str, Any],
+) -> None:
+    seed = next(_seeds)
+    with (
+        server(processes[0], cluster.settings("a"), engine=engine) as one,
+        server(processes[1], cluster.settings("a"), engine=same) as two,
+        server(processes[1], cluster.settings("a"), engine=other) as three,
+    ):
+        one.store(seed)
+        eventually_sync(lambda: shared(two, seed))
+        assert three.found(seed) == 0
+
+
+def test_an_engine_of_which_nothing_is_known_shares_with_no_other(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster
+) -> None:
+    seed = next(_seeds)
+    with (
+        server(processes[0], cluster.settings("a"), engine=None) as one,
+        server(processes[1], cluster.settings("a"), engine=None) as other,
+    ):
+        one.store(seed)
+        assert one.comes_back(seed) == 4
+        assert other.found(seed) == 0
+
+
+@pytest.mark.parametrize("options", [{"store": False}, {"no such option": 1}])
+def test_what_a_request_did_not_store_is_stored_by_the_next_one_that_has_it(
+    processes: tuple[VllmProcess, VllmProcess], cluster: DirectCluster, options: dict[str, Any]
+) -> None:
+    seed = next(_seeds)
+    with (
+        server(processes[0], cluster.settings("a")) as one,
+        server(processes[1], cluster.settings("a")) as two,
+    ):
+        one("store", seed=seed, first=0, count=4, params={"kvpool": options})
+        assert two.found(seed) == 0
+        one.store(seed)
+        eventually_sync(lambda: shared(two, seed))
 
 
 def test_a_canonical_layout_is_shared_across_tensor_parallel_degrees(

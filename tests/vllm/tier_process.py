@@ -10,14 +10,17 @@ import hashlib
 import json
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -44,8 +47,10 @@ class Server:
         chunk_bytes: int,
         tp: int,
         canonical: bool,
+        engine: dict[str, Any] | None,
     ) -> None:
-        """printed: of --kv-transfer-config. tier: what is changed of its secondary tier."""
+        """printed: of --kv-transfer-config. tier: what is changed of its secondary tier. engine: see `_engine`; None:
+        no connector is given configurations, which vLLM's always is."""
         self.chunk_bytes = chunk_bytes
         transfer = KVTransferConfig(**json.loads(printed))
         assert KVConnectorFactory.get_connector_class(transfer) is OffloadingConnector
@@ -54,7 +59,7 @@ class Server:
         extra["secondary_tiers"][0].update(tier)
         self.metrics = OffloadingSpecFactory.get_spec_cls(extra).build_metric_definitions(extra)
         spec = OffloadingSpecFactory.create_spec(_config(engine_id, extra, chunk_bytes // tp, tp, canonical))
-        self.manager: Any = spec.get_manager()
+        self.manager: Any = spec.get_manager() if engine is None else _connector(spec, *_engine(tp, **engine))
         self.chunk_count = self.manager.primary_tier._num_chunks  # noqa: SLF001  # vLLM has no public one
         self._requests = 0
         self._stats: dict[str, float] = {}
@@ -184,6 +189,41 @@ def _config(engine_id: str, extra: dict[str, Any], block_bytes: int, tp: int, ca
         ),
         canonical_layout=canonical,
         kv_cache_layout="LBNHC",
+    )
+
+
+def _connector(spec: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
+    """As vLLM's creates the manager: a tier reads the configurations that it was given."""
+    return spec.get_manager()
+
+
+def _engine(
+    tp: int, *, max_model_len: int = 4096, overrides: Any = None, rope: Any = None, conv: str = "", heads: int = 8
+) -> tuple[Any, Any]:
+    """What is read of a VllmConfig, and a KVCacheConfig of two groups. conv: how a convolution's state is arranged, in
+    a group of recurrent state."""
+    values = {"rope_parameters": rope or {"rope_theta": 1e4}}
+    model = SimpleNamespace(
+        dtype=torch.bfloat16,
+        quantization=None,
+        use_mla=False,
+        hf_overrides=overrides or {},
+        hf_config=SimpleNamespace(),
+        hf_text_config=SimpleNamespace(to_dict=lambda: values, **values),
+        max_model_len=max_model_len,
+        original_max_model_len=max_model_len,
+    )
+    load = SimpleNamespace(load_format="auto")
+    specs: list[Any] = [
+        FullAttentionSpec(block_size=16, num_kv_heads=heads // tp, head_size=64, dtype=torch.bfloat16)
+    ] * 2
+    if conv:
+        shape = (3, 512) if conv == "SD" else (512, 3)
+        specs[1] = MambaSpec(block_size=16, shapes=(shape, (4, 64)), dtypes=(torch.bfloat16, torch.float32))
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return (
+        SimpleNamespace(model_config=model, load_config=load, speculative_config=None),
+        SimpleNamespace(kv_cache_groups=groups),
     )
 
 

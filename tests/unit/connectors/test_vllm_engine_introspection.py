@@ -15,7 +15,7 @@ from kvpool.connectors.vllm.engine_introspection import (
     StepStart,
     WeightsEpoch,
     WeightVersion,
-    kinds_of_kv,
+    configs_of_caller,
     loads_wait_for_work,
     required_kv_cache_layout,
     step_arrives,
@@ -86,39 +86,17 @@ def test_only_the_first_release_zeroes_blocks_of_loads(
     assert zeroes_loaded_blocks(SimpleNamespace(needs_kv_cache_zeroing=True), base) is zeroes
 
 
-class MambaSpec:
-    def __init__(self, *dtypes: str) -> None:
-        self.dtypes, self.mamba_type = dtypes, "mamba2"
+def test_a_tier_reads_the_configurations_that_the_connector_above_it_was_given() -> None:
+    given = SimpleNamespace(model_config=1), SimpleNamespace(kv_cache_groups=[])
 
+    def tier() -> Any:
+        return configs_of_caller()
 
-class FullAttentionSpec:
-    def __init__(self, dtype: str, heads: int) -> None:
-        self.dtype, self.num_kv_heads, self.sliding_window = dtype, heads, None
+    def connector(vllm_config: Any, kv_cache_config: Any) -> Any:
+        return tier()
 
-
-class UniformSpecs:
-    def __init__(self, *layers: Any) -> None:
-        self.kv_cache_specs = {str(number): layer for number, layer in enumerate(layers)}
-
-
-def kinds(*specs: Any) -> Any:
-    """As a secondary tier finds them, which vLLM's connector creates."""
-
-    def connector(kv_cache_config: Any) -> Any:
-        return kinds_of_kv()
-
-    return connector(SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]))
-
-
-def test_kv_of_one_size_and_other_elements_is_told_apart() -> None:
-    attention = FullAttentionSpec("bfloat16", 8)
-    states = [kinds(attention, MambaSpec(*dtypes)) for dtypes in (("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"))]
-    assert len({str(one) for one in states}) == 3
-    assert kinds(attention, MambaSpec("bf16", "fp32")) == states[0]
-    assert kinds(FullAttentionSpec("float16", 8)) != kinds(attention)
-    assert kinds(FullAttentionSpec("bfloat16", 4)) == kinds(attention), "another TP degree"
-    assert kinds(UniformSpecs(attention, FullAttentionSpec("bfloat16", 2))) == kinds(UniformSpecs(attention))
-    assert kinds_of_kv() is None
+    assert connector(*given) == given
+    assert connector(given[0], None) is None and tier() is None
 
 
 def test_without_vllms_fence_loads_wait_where_steps_overlap() -> None:

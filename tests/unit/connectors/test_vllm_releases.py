@@ -16,6 +16,7 @@ import pytest
 
 import kvpool.connectors.vllm
 from kvpool.client import streaming_copy
+from kvpool.core.errors import InvalidRequest
 from tests.fixtures.recorded_vllm import RELEASES, install, recorded
 
 SOURCE = Path(kvpool.connectors.vllm.__file__).parent
@@ -100,10 +101,26 @@ def test_what_a_release_asks_for_and_we_lack_is_found(release: str) -> None:
 
 def test_the_tier_starts_and_takes_its_calls(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming_copy, "_kernel", None)
-    tier_class = module("tier.manager").KvPoolTier
+    manager = module("tier.manager")
+    tier_class, names = manager.KvPoolTier, {"model_name": "org/model"}
+    files = SimpleNamespace(from_offloading_spec=lambda *_, **__: SimpleNamespace(get_run_config=lambda: names))
+    monkeypatch.setattr(manager, "FileMapper", files)
     assert refused_calls(tier_class, recorded(release)[TIERING]["SecondaryTierManager"]) == []
     region = memoryview(bytearray(8 * 64)).cast("b", (8, 64))
-    spec = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=False))
+    config = SimpleNamespace(
+        canonical_layout=False,
+        replicated_layout=False,
+        groups=[],
+        worker_kv_bytes_per_block=64,
+        kv_cache_layout="LBNHC",
+        parallel=SimpleNamespace(data_parallel_size=1),
+    )
+    events = SimpleNamespace(enable_kv_cache_events=False)
+    spec = SimpleNamespace(kv_events_config=events, config=config, blocks_per_chunk=1)
+    names["model_name"] = "m" * 2000
+    with pytest.raises(InvalidRequest, match="model_id"):  # at the start, not in a step
+        tier_class(spec, region, "KvPoolTier", model_revision="1", **ADDRESSES)
+    names["model_name"] = "org/model"
     tier = tier_class(spec, region, "KvPoolTier", model_revision="1", **ADDRESSES)  # nothing abstract is left
     tier.shutdown()
     assert streaming_copy._kernel is not None, "its large copies would go through the caches"

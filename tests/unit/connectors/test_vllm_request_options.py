@@ -139,7 +139,8 @@ class Side:
         return False
 
     def expected_sources(self, request_id: str, token_count: int) -> dict[EngineSource, int]:
-        return {EngineSource.STAGING: 32, EngineSource.REMOTE: 16} if request_id == "loaded" else {}
+        found = {EngineSource.STAGING: 32, EngineSource.REMOTE: 16, EngineSource.GPU: 64}
+        return found if request_id == "loaded" else {}
 
 
 def test_the_output_of_a_refused_request_says_why(connector_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +160,7 @@ def test_hits_are_counted_by_where_they_came_from(connector_module: Any, monkeyp
     monkeypatch.setattr(wiring, "connector_scheduler", lambda *_: (Side(), lambda: None))
     connector = connector_module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
     request = SimpleNamespace(request_id="loaded")
-    assert connector.get_external_cache_hit_sources(request, 48) == {"host": 32, "p2p": 16}
+    found = connector.get_external_cache_hit_sources(request, 112)
+    assert found == {"host": 32, "p2p": 80}, "other hosts, and other GPUs of this one"
     unknown = connector.get_external_cache_hit_sources(SimpleNamespace(request_id="unknown"), 48)
     assert unknown == {"external_unspecified": 48}

@@ -156,7 +156,7 @@ def test_servers_share_only_where_everything_agrees_that_kv_depends_on() -> None
     others = [
         space_id(settings(model_revision="r2")),
         space_id(settings(model_id="another")),
-        space_id(settings(rope={"rope_type": "yarn", "factor": 4.0})),
+        space_id(settings(), model=["another length"]),
         space_id(settings(salt="tenant")),
         space_id(settings(weight_version="7")),
         space_id(settings(), epoch="after a reset"),
@@ -443,6 +443,29 @@ def test_while_the_cluster_takes_nothing_chunks_are_wanted_again_only_now_and_th
     world.jobs.store(world.store, 100, keys("a"), [0])
     world.jobs.ended()
     assert not world.jobs.wants_again()
+
+
+def test_chunks_that_a_request_is_not_to_store_are_wanted_from_others_unless_the_cluster_has_them() -> None:
+    world = World()
+    world.jobs.store(world.store, 1, keys("a"), [0])
+    world.jobs.ended()
+    world.jobs.lack(keys("a"))
+    assert not world.jobs.wants_again()
+    world.jobs.lack(keys("a", "b"))
+    assert world.jobs.wants_again()
+    world.jobs.store(world.store, 2, keys("a", "b"), [0, 1])
+    world.jobs.ended()
+    assert not world.jobs.wants_again()
+
+
+def test_chunks_that_the_cluster_has_are_not_lacking_if_a_retention_finds_no_room() -> None:
+    world, names = World(store_chunks_max=2), keys("a", "b", "c", "d")
+    for job_id, first in enumerate((0, 2)):
+        world.jobs.store(world.store, job_id, names[first : first + 2], [first, first + 1])
+        world.jobs.ended()
+    world.jobs.store(world.store, 9, names, range(4), Retention(priority=5))
+    [ended] = world.jobs.ended()
+    assert ended.success and not world.jobs.wants_again() and not world.jobs.refused_chunks
 
 
 @pytest.mark.parametrize("how", ["stored", "loaded"])

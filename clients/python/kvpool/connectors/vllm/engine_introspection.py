@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-import json
 import secrets
 import weakref
 from collections.abc import Callable, Iterator
@@ -40,26 +39,17 @@ def _with_callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def kinds_of_kv() -> list[Any] | None:
-    """Return what the bytes of each KV cache group depend on beside their number: the kind of its layers, element
-    types, windows; equal for all TP ranks. None if no caller has vLLM's KV cache configuration.
+def configs_of_caller() -> tuple[Any, Any] | None:
+    """Return vLLM's configuration and its KV cache configuration, as a connector was given them that is creating the
+    caller; None if there is none.
 
-    A secondary tier is not given it: it is read from the frame of the connector that creates the tier.
+    A secondary tier is given neither: they are read from the frame of the connector that creates the tier.
     """
     for frame in _with_callers(inspect.currentframe()):
-        groups = getattr(frame.f_locals.get("kv_cache_config"), "kv_cache_groups", None)
-        if groups is not None:
-            return [_kind_of(group.kv_cache_spec) for group in groups]
+        vllm_config, kv_cache_config = (frame.f_locals.get(name) for name in ("vllm_config", "kv_cache_config"))
+        if hasattr(vllm_config, "model_config") and hasattr(kv_cache_config, "kv_cache_groups"):
+            return vllm_config, kv_cache_config
     return None
-
-
-def _kind_of(spec: Any) -> list[Any]:
-    layers = getattr(spec, "kv_cache_specs", None)  # of layers that differ in size alone
-    if layers:
-        return sorted({json.dumps(_kind_of(layer)) for layer in layers.values()})
-    names = ("dtype", "cache_dtype_str", "kv_quant_mode", "sliding_window", "attention_chunk_size", "mamba_type")
-    values = [str(getattr(spec, name, None)) for name in names]
-    return [type(spec).__name__, *values, *map(str, getattr(spec, "dtypes", ()))]
 
 
 def loads_wait_for_work(vllm_config: Any, outer: Any, *, is_fenced: bool) -> bool:

@@ -7,19 +7,25 @@ the workers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpool.client.checkpoint import canonical_config
 from kvpool.connectors.checkpoints import weights_revision
 from kvpool.connectors.vllm.joined_groups import join_groups
+from kvpool.connectors.vllm.model_parts import (
+    DRAFTERS_WITHOUT_KV,
+    is_vllms_own,
+    length_parts,
+    override_parts,
+    unbuilt_rope,
+)
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
 from kvpool.core.geometry import AttentionKind, OpaqueLayout
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec
-from kvpool.core.model import ROPE_KEYS, Model, default_keyspace_name, family_name, normalized_rope
+from kvpool.core.model import Model, default_keyspace_name, family_name, normalized_rope
 from kvpool.core.partition import RankPart, rank_part
 
 _FP8_NAMES = {"auto": "fp8_e4m3", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
@@ -31,12 +37,8 @@ _DTYPES = {
     "fp8_e5m2": Dtype.FP8_E5M2,
 }
 _DRAFTERS = ("eagle", "eagle3", "mtp")
-_DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "medusa", "mlp_speculator", "suffix")
 _RECURRENT = "MambaSpec"  # vLLM's name for all recurrent state: Mamba, gated delta nets, short convolutions, ...
 _CHUNK_TOKENS_MAX = 4096
-# What vLLM's layers write into the config that they are built from, and what stood there; which models' do.
-_BUILT_ROPE_TYPES = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
-_WRITES_TURNED_SHARE = ("bailing", "falcon_h1", "gptj", "minimax")
 _FP8_PER_TENSOR = 1  # of vLLM's KVQuantMode; 0: not quantized
 
 
@@ -81,7 +83,7 @@ def _infos_of_groups(vllm_config: Any, groups: Sequence[Any]) -> tuple[KvCacheIn
     from vllm.model_executor.models.utils import extract_layer_index
 
     model, drafter = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
-    if drafter is not None and drafter.method not in _DRAFTERS_WITHOUT_KV:
+    if drafter is not None and drafter.method not in DRAFTERS_WITHOUT_KV:
         raise GeometryUnsupported(f"the engine has {len(groups)} KV cache groups and a drafter with KV; not served")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise GeometryUnsupported(f"the engine has {len(groups)} KV cache groups and a pipeline; not served")
@@ -260,11 +262,11 @@ def _draft_layers(vllm_config: Any, group: Any) -> int:
     raises: GeometryUnsupported for a drafter whose KV has another shape.
     """
     drafter = getattr(vllm_config, "speculative_config", None)
-    if drafter is None or drafter.method in _DRAFTERS_WITHOUT_KV:
+    if drafter is None or drafter.method in DRAFTERS_WITHOUT_KV:
         return 0
     if drafter.method not in _DRAFTERS:
         raise GeometryUnsupported(
-            f"drafters of method {drafter.method} are not served; {', '.join((*_DRAFTERS, *_DRAFTERS_WITHOUT_KV))} are"
+            f"drafters of method {drafter.method} are not served; {', '.join((*_DRAFTERS, *DRAFTERS_WITHOUT_KV))} are"
         )
     model = vllm_config.model_config
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -400,7 +402,7 @@ def model_spec(
         window_tokens=info.window_tokens,
         dtype=_DTYPES[info.dtype],
         chunk_tokens=settings.chunk_tokens,
-        rope=_unbuilt_rope(model),
+        rope=unbuilt_rope(model),
         # A checkpoint that is quantized says so itself, and its weights are its own.
         quantization=model.quantization if getattr(model.hf_config, "quantization_config", None) is None else None,
         variant=_variant(vllm_config, info) if read_weights else (),
@@ -414,45 +416,6 @@ def model_spec(
     elif info.window_tokens and info.layer_numbers:
         attention = AttentionKind.GROUPED_WINDOW
     return replace(spec, groups=(replace(spec.group, attention=attention, pages=len(info.members)),))
-
-
-def _unbuilt_rope(model: Any) -> dict[str, Any]:
-    """Return a model's config with rotary embeddings as they were before vLLM built the model: a scheduler may live in
-    a process that builds none, and has to derive the same keyspace. What a user may have overridden stays."""
-    config: dict[str, Any] = model.hf_text_config.to_dict()
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, Mapping) or _may_override_rope(model.hf_overrides):
-        return config
-    family = str(config.get("model_type", ""))
-    is_deepseek = bool(getattr(model, "use_mla", False)) or family.startswith("deepseek")
-    rotary_dim = config.get("attn_rotary_emb" if family == "falcon_h1" else "rotary_dim")
-    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    head_dim = config.get("head_dim") or (width // heads if width and heads else 0)
-    turned = rotary_dim / head_dim if rotary_dim and head_dim and family.startswith(_WRITES_TURNED_SHARE) else None
-
-    def unbuilt(rope: Mapping[str, Any]) -> dict[str, Any]:
-        given = {key: unbuilt(value) if isinstance(value, Mapping) else value for key, value in rope.items()}
-        if is_deepseek and "rope_type" in given:
-            given["rope_type"] = _BUILT_ROPE_TYPES.get(str(given["rope_type"]), given["rope_type"])
-        if turned is not None and given.get("partial_rotary_factor") == turned:
-            del given["partial_rotary_factor"]
-        return given
-
-    return {**config, "rope_parameters": unbuilt(rope)}
-
-
-def _may_override_rope(overrides: Any) -> bool:
-    """Whether a user's overrides of a config name rotary embeddings, or are a function, which may do anything."""
-    if isinstance(overrides, Mapping):
-        return any(key in ROPE_KEYS or _may_override_rope(value) for key, value in overrides.items())
-    return callable(overrides) and not _is_vllms_own(overrides)
-
-
-def _is_vllms_own(overrides: Any) -> bool:
-    """Whether a function of overrides is what vLLM gives every drafter, with none of the user's within."""
-    function = getattr(overrides, "func", overrides)
-    users = (*getattr(overrides, "args", ()), *getattr(overrides, "keywords", {}).values())
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "vllm" and not any(map(callable, users))
 
 
 def model_revision(model: Any) -> str:
@@ -471,7 +434,7 @@ def _variant(vllm_config: Any, info: KvCacheInfo) -> list[Any]:
     weights are real ones; the same of a drafter that has KV; which of the model's layers have it. Empty for a
     checkpoint with one KV cache group that is served as it is."""
     model = vllm_config.model_config
-    parts: list[Any] = [*_override_parts(model), *_computed_in(model, info), *_length_parts(model)]
+    parts: list[Any] = [*override_parts(model), *_computed_in(model, info), *length_parts(model)]
     if str(vllm_config.load_config.load_format) == "dummy":
         parts.append("made-up weights")
     if info.layer_numbers:
@@ -479,18 +442,6 @@ def _variant(vllm_config: Any, info: KvCacheInfo) -> list[Any]:
     if info.draft_layers:
         parts.append(_drafter_parts(vllm_config.speculative_config, model))
     return parts
-
-
-def _override_parts(model: Any) -> list[Any]:
-    """Rotary embeddings aside: those are part of the model."""
-    overrides = model.hf_overrides
-    if isinstance(overrides, Mapping):
-        overrides = {key: value for key, value in overrides.items() if key not in ROPE_KEYS}
-        return [{"overrides": overrides}] if overrides else []
-    if not overrides:
-        return []
-    changed = getattr(model.hf_config, "to_dict", model.hf_text_config.to_dict)()  # a name says little of a function
-    return [{"overrides": getattr(overrides, "__qualname__", ""), "to": canonical_config(changed).decode()}]
 
 
 def _computed_in(model: Any, info: KvCacheInfo) -> list[str]:
@@ -508,8 +459,8 @@ def _drafter_parts(drafter: Any, model: Any) -> list[Any]:
             f"it cannot be said which weights the drafter {draft.model!r} has; name it as on the hub or as a directory"
         ) from error
     chained = int(drafter.num_speculative_tokens) if drafter.use_multi_module_mtp() else 0  # layers that are computed
-    rope = normalized_rope(_unbuilt_rope(draft))
-    described = [str(draft.dtype), draft.quantization, *_draft_override_parts(draft), rope, *_length_parts(draft)]
+    rope = normalized_rope(unbuilt_rope(draft))
+    described = [str(draft.dtype), draft.quantization, *_draft_override_parts(draft), rope, *length_parts(draft)]
     parts = [drafter.method, revision, chained, *described]
     load = getattr(drafter, "draft_load_config", None)
     return [*parts, "made-up weights"] if load is not None and str(load.load_format) == "dummy" else parts
@@ -518,37 +469,7 @@ def _drafter_parts(drafter: Any, model: Any) -> list[Any]:
 def _draft_override_parts(draft: Any) -> list[Any]:
     """vLLM changes every drafter's config itself, and again when it builds the drafter, which a scheduler may not see:
     what it starts from belongs to the drafter's revision."""
-    return [] if callable(draft.hf_overrides) and _is_vllms_own(draft.hf_overrides) else _override_parts(draft)
-
-
-def _length_parts(model: Any) -> list[str]:
-    """What the rotary embeddings take from `max_model_len`, normalized; nothing for most kinds of them."""
-    ropes = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    if "rope_type" not in ropes and "rope_theta" not in ropes:
-        ropes = [rope for rope in ropes.values() if isinstance(rope, dict)]  # one for each kind of layer
-    else:
-        ropes = [ropes]
-    return [part for rope in ropes for part in _length_part(model, rope)]
-
-
-def _length_part(model: Any, rope: dict[str, Any]) -> list[str]:
-    kind, limit = rope.get("rope_type"), None
-    if kind == "longrope":  # short or long factors for all tokens, by the engine's limit
-        limit = rope.get("original_max_position_embeddings") or getattr(
-            model.hf_text_config, "original_max_position_embeddings", None
-        )
-    elif not (
-        # Some architectures make their tables for max_model_len positions; these kinds choose frequencies by that.
-        (kind == "dynamic" and "alpha" not in rope and "max_trained_positions" in rope)
-        or (rope.get("use_fope") and rope.get("num_inv_freq") is None)
-    ):
-        return []
-    if getattr(model, "original_max_model_len", None) == -1:
-        # The model was built before vLLM fitted the length to the memory. What it was then follows from the config.
-        return ["length fitted"]
-    if limit is not None:
-        return ["long" if model.max_model_len > limit else "short"]
-    return [f"length {model.max_model_len}"]
+    return [] if callable(draft.hf_overrides) and is_vllms_own(draft.hf_overrides) else override_parts(draft)
 
 
 def part_of_rank(spec: KeyspaceSpec, vllm_config: Any, rank: int) -> RankPart:

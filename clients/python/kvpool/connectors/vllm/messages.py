@@ -87,15 +87,18 @@ class PoolStats(KVConnectorStats):  # type: ignore[misc]
 
 def hit_sources(tokens: Mapping[EngineSource, int]) -> dict[Any, int]:
     """Return token counts by vLLM's cache hit sources."""
-    source = cache_hit_sources()
-    assert source is not None  # only a vLLM that has them asks
+    vllms = cache_hit_sources()
+    assert vllms is not None  # only a vLLM that has them asks
     named = {
-        EngineSource.STAGING: source.HOST,
-        EngineSource.DISK: source.DISK,
-        EngineSource.REMOTE: source.P2P,
-        EngineSource.GPU: source.P2P,
+        EngineSource.STAGING: vllms.HOST,
+        EngineSource.DISK: vllms.DISK,
+        EngineSource.REMOTE: vllms.P2P,
+        EngineSource.GPU: vllms.P2P,
     }
-    return {named[source]: count for source, count in tokens.items()}
+    counts: dict[Any, int] = {}
+    for source, count in tokens.items():
+        counts[named[source]] = counts.get(named[source], 0) + count
+    return counts
 
 
 def kv_cache_event(change: PoolEvent, chunk_tokens: int) -> KVCacheEvent:

@@ -157,7 +157,7 @@ class TierJobs:
     ) -> None:
         """Begin to store the chunks that the cluster is not known to have, as many as there is room for.
 
-        retention: of all of them; any of its own reaches those that the cluster has, too.
+        retention: of all of them; any of its own reaches those that the cluster has, too, as far as there is room.
         """
         new: dict[bytes, int] = {}
         for key, chunk_id in zip(keys, chunk_ids, strict=True):
@@ -169,9 +169,9 @@ class TierJobs:
         self.known_chunks += len(keys) - len(new)
         room = max(0, self._store_bytes_max - self.storing_bytes) // self._chunk_bytes
         taken = list(new.items())[:room]
-        self._lack(list(new)[room:])
-        job = _Job([key for key, _ in taken], None, False, self._now_s(), refused_count=len(new) - len(taken))
-        self.refused_chunks += job.refused_count
+        refused = self.lack(list(new)[room:])
+        job = _Job([key for key, _ in taken], None, False, self._now_s(), refused_count=refused)
+        self.refused_chunks += refused
         if taken:
             self._storing.update(job.keys)
             job.buffers = [self._chunk(chunk_id) for _, chunk_id in taken]
@@ -198,13 +198,18 @@ class TierJobs:
         self.ended()
         self._region.release()
 
-    def _lack(self, keys: Sequence[bytes]) -> None:
-        now_s = self._now_s()
-        for key in keys:
+    def lack(self, keys: Sequence[bytes]) -> int:
+        """Have later requests offer these chunks again, but for those that the cluster has. Returns how many it lacks.
+
+        vLLM offers a chunk of its region once, by the request that computed it: also if that is not to store any.
+        """
+        lacking, now_s = [key for key in keys if key not in self._known], self._now_s()
+        for key in lacking:
             self._lacking[key] = now_s
             self._lacking.move_to_end(key)
         while len(self._lacking) > self._region.nbytes // self._chunk_bytes:
             self._lacking.popitem(last=False)
+        return len(lacking)
 
     def _chunk(self, chunk_id: int) -> memoryview:
         start = int(chunk_id) * self._chunk_bytes
@@ -235,7 +240,7 @@ class TierJobs:
         self._storing.difference_update(job.keys)
         if failed:
             self._failed_s = self._now_s()
-            self._lack(failed)
+            self.lack(failed)
         stored = [job.keys[position] for position in job.written]
         return EndedJob(
             job_id=job_id,

@@ -30,11 +30,12 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvpool.client.store_sync import StorePages
-from kvpool.client.store_values import StoreCounts
+from kvpool.client.store_values import KeyspaceShards, StoreCounts
 from kvpool.client.streaming_copy import compile_streaming_copy
-from kvpool.connectors.vllm.engine_introspection import kinds_of_kv
+from kvpool.connectors.vllm.engine_introspection import configs_of_caller
 from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.log_rate_limiter import LogRateLimiter
+from kvpool.connectors.vllm.model_parts import kv_kinds, model_parts
 from kvpool.connectors.vllm.releases import cache_hit_sources, job_result, steps_may_wait, tier_arguments
 from kvpool.connectors.vllm.request_options import RequestOptions
 from kvpool.connectors.vllm.tier.jobs import ClusterChunks, TierJobs
@@ -90,6 +91,9 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         self.locality = Locality(self._settings.locality) if self._settings.locality else None
         assert primary_kv_view.strides is not None
         self._chunk_bytes: int = primary_kv_view.strides[0]
+        self._epoch, self._resets = "", 0
+        self._facts = _facts(offloading_spec)
+        self._space()  # a name that is refused is refused now, not in a step
         region = primary_kv_view.cast("B")
         store = self._settings.store
         store_bytes_max = self._settings.store_bytes_in_flight_max or region.nbytes // 4
@@ -98,11 +102,9 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         self._pages = StorePages(store, "vllm tier")
         compile_streaming_copy()  # not in a thread: others may go through the loaded modules meanwhile
         self._lookups = TierLookups(known, self._settings.lookup_timeout_s)
-        self._epoch, self._resets = "", 0
         # Whether chunks were to be stored since a reset: no other process can find them, so they are dropped with the
         # next one and at the end. Those of a killed engine are evicted.
         self._offered = False
-        self._kinds = kinds_of_kv()
         self._chunks: ClusterChunks | None = None
         self._finished: list[JobResult] = []  # of jobs that ended in a drain
         self._may_wait = steps_may_wait(offloading_spec, ScheduleEndContext)
@@ -116,11 +118,18 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
     def _store(self) -> ClusterChunks:
         """The chunks of this epoch. vLLM decides the seed of its hashes only after it has made the tiers."""
         if self._chunks is None:
-            facts = {**_facts(self._offloading_spec), "kinds": self._kinds}
-            space = self._settings.space(facts, self._chunk_bytes, self._epoch)
+            none_hash = getattr(kv_cache_utils, "NONE_HASH", None)
+            if none_hash is None:
+                _log.error("kvpool: vLLM has not said how it hashes; the tier shares with no other process")
+            space = self._space(none_hash.hex() if none_hash is not None else secrets.token_hex(16))
             self._chunks = ClusterChunks(self._pages, space, self._chunk_bytes)
             _log.info("kvpool: the tier %s shares keyspace %s", self.tier_type, space.name)
         return self._chunks
+
+    def _space(self, root_hash: str = "") -> KeyspaceShards:
+        """The keyspace of this epoch. root_hash: of vLLM's hash algorithm and its seed, so that it is equal only where
+        equal tokens have equal keys."""
+        return self._settings.space({**self._facts, "root_hash": root_hash}, self._chunk_bytes, self._epoch)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         options = RequestOptions.of(req_context.kv_transfer_params, SystemClock().wall_us)
@@ -145,6 +154,7 @@ class KvPoolTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ins
         options, job_id = _options(job_metadata.req_context), job_metadata.job_id
         keys, chunk_ids = list(job_metadata.keys), job_metadata.chunk_ids
         if not options.store:
+            self._jobs.lack(keys)
             keys, chunk_ids = [], ()
         self._offered |= bool(self._epoch and keys)
         self._jobs.store(self._store, job_id, keys, chunk_ids, options.retention or NO_RETENTION)
@@ -253,7 +263,7 @@ def _options(req_context: ReqContext) -> RequestOptions:
 
 
 def _facts(spec: OffloadingSpec) -> dict[str, Any]:
-    """All that vLLM knows of a chunk's bytes and of its keys.
+    """All that vLLM knows of a chunk's bytes and of its keys, but for how it hashes.
 
     The fields are those of vLLM's own file tier. It leaves the sizes of TP, PP, PCP and DCP out where a chunk's bytes
     do not depend on them: in a canonical layout, and where all ranks have the same KV. In any other layout a chunk has
@@ -262,15 +272,18 @@ def _facts(spec: OffloadingSpec) -> dict[str, Any]:
     config = spec.config
     one_form = config.canonical_layout or config.replicated_layout
     files = FileMapper.from_offloading_spec("", spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=one_form)
-    none_hash = getattr(kv_cache_utils, "NONE_HASH", None)
-    if none_hash is None:
-        _log.error("kvpool: vLLM has not said how it hashes; the tier shares with no other process")
+    configs = configs_of_caller()
+    if configs is None:
+        _log.error("kvpool: vLLM has not said what KV this is; the tier shares with no other process")
+        described: dict[str, Any] = {"kinds": secrets.token_hex(16)}
+    else:
+        any_degree = config.replicated_layout or (config.canonical_layout and config.parallel.is_parallelism_agnostic)
+        described = {"kinds": kv_kinds(configs[1], any_degree=any_degree), "model": model_parts(configs[0])}
     return {
         **files.get_run_config(),
         "group_ids": [group.group_id for group in config.groups],
         "worker_kv_bytes_per_block": None if config.canonical_layout else config.worker_kv_bytes_per_block,
         "kv_cache_layout": config.kv_cache_layout,
         "format": f"vllm {vllm.__version__}",
-        # Of the algorithm and its seed: equal only where equal tokens have equal keys.
-        "root_hash": none_hash.hex() if none_hash is not None else secrets.token_hex(16),
+        **described,
     }

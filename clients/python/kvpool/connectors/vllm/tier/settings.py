@@ -31,8 +31,7 @@ class TierSettings:
     store: StoreConfig
     model_revision: str  # which weights the model's name stands for: a commit, a digest, a date of your own
     model_id: str = ""  # empty: the model as vLLM was given it, a name or a path
-    rope: Any = None  # what `--hf-overrides` changes of the rotary embeddings, as JSON
-    salt: str = ""  # whatever else must agree: attention backend, quantization, other overrides, a tenant
+    salt: str = ""  # whatever else must agree: attention backend, a tenant
     weight_version: str = ""  # set it only if the weights never change while the engine runs
 
     lookup_timeout_s: float = 0.5  # a chunk that has not been found by then is a miss
@@ -77,7 +76,6 @@ class TierSettings:
         """
         parts = {
             "facts": facts,
-            "rope": self.rope,
             "salt": self.salt,
             "weights": self.weight_version,
             "epoch": epoch,
