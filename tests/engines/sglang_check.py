@@ -155,10 +155,10 @@ def check_pools(kind: type, layouts: list[str], settings: dict[str, Any], tokens
     backend.close()
 
 
-def mamba_pool() -> MambaPoolHost:
+def mamba_pool(temporal: torch.dtype = torch.float32) -> MambaPoolHost:
     """SGLang's own, with recurrent states of 3 layers."""
     states = MambaStateBufferInfo(
-        temporal=torch.zeros(3, 4, 8, 16, 5), conv=(torch.zeros(3, 4, 24, 3, dtype=torch.bfloat16),)
+        temporal=torch.zeros(3, 4, 8, 16, 5, dtype=temporal), conv=(torch.zeros(3, 4, 24, 3, dtype=torch.bfloat16),)
     )
     return MambaPoolHost(
         states, 3.0, 0, device_capacity=4, pin_memory=False, layout="page_first", allocator_type="default"
@@ -219,10 +219,24 @@ def check_side_pools(settings: dict[str, Any], directory: str) -> None:
     ours.close()
 
 
+def check_types_of_states(settings: dict[str, Any]) -> None:
+    """States of one size and two types are two keyspaces, though SGLang gives out the bytes of both without a type."""
+    backend: Any = attached(host_pool(MHATokenToKVPoolHost, "page_first"), settings)
+    spaces = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float16):
+        backend.register_mem_host_pool_v2(mamba_pool(dtype), PoolName.MAMBA)
+        spaces.append(backend._side_pools["mamba"].space.name)  # noqa: SLF001
+    assert spaces[0] == spaces[2] != spaces[1], spaces
+    backend.close()
+
+
 def check_interface() -> None:
     """Every call of the base class that SGLang makes takes the arguments it is given there."""
+    from sglang.srt.runtime_context import get_server_args
+
     from kvpool.connectors.sglang import backend_class
 
+    assert callable(get_server_args)  # without it KV of 8 bits is refused
     ours: Any = backend_class()
     one_pool = ("batch_exists", "batch_get_v1", "batch_set_v1", "get", "batch_get", "set", "batch_set", "exists")
     for name in (*one_pool, "batch_exists_v2", "batch_get_v2", "batch_set_v2", "register_mem_host_pool_v2"):
@@ -252,6 +266,7 @@ def main() -> None:
     check_pools(MLATokenToKVPoolHost, every[:3], settings, tokens, is_mla_model=True, tp_size=2)
     with tempfile.TemporaryDirectory() as directory:
         check_side_pools(settings, directory)
+        check_types_of_states(settings)
     check_pagestore_killed(settings, given["pagestore_pid"])
     print(json.dumps({"sglang": version("sglang"), "torch": torch.__version__, "checked": True}))
 

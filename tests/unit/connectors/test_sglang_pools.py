@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from kvpool.connectors.sglang import HiCacheCalls, _page_numbers
 from kvpool.connectors.sglang_pools import Identity, host_pages, page_key_rule
 from kvpool.connectors.sglang_side_pools import ALL_PAGES, TRAILING_PAGES, PoolHits, SidePool, restorable_prefixes
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, KeyspaceMismatch
+from kvpool.core.keyspace import KeyspaceSpec
 from tests.fixtures.host_pools import MhaPool, MlaPool, StorageConfig
 
 IDENTITY = Identity(model_id="tiny", model_revision="1")
@@ -149,3 +150,55 @@ def test_releases_whose_hashes_leave_the_adapter_out_share_with_no_later_one(mon
     finally:
         page_key_rule.cache_clear()
     assert old.spec != new.spec
+
+
+def server_with(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
+    """Have this process be a server of SGLang with these arguments."""
+    for name in ("sglang", "sglang.srt", "sglang.srt.runtime_context"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    given = SimpleNamespace(**{"quantization": None, "json_model_override_args": "{}", **arguments})
+    vars(sys.modules["sglang.srt.runtime_context"])["get_server_args"] = lambda: given
+
+
+def spaces(dtype: torch.dtype, **changes: Any) -> tuple[KeyspaceSpec, str]:
+    """Of the KV pool, and of a pool with recurrent state, of which `changes` are."""
+    pool: Any = MhaPool("page_first", dtype=dtype)
+    state: Any = MhaPool("page_first", dtype=dtype)
+    vars(state).update({"conv_dtype": torch.bfloat16, "temporal_dtype": torch.bfloat16, **changes})
+    side = SidePool(UnusedPages(), state, "mamba", StorageConfig(), IDENTITY, "rule")  # type: ignore[arg-type]
+    return host_pages(pool, StorageConfig(), IDENTITY).space.spec, side.space.name
+
+
+class UnusedPages:
+    """StorePages of which nothing is asked."""
+
+
+def test_kv_of_8_bits_is_shared_by_servers_of_one_type_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for kind in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3"):
+        server_with(monkeypatch, kv_cache_dtype=kind)
+        found.append(spaces(torch.uint8))
+    assert found[0] == found[2]
+    assert all(one != other for one, other in zip(found[0], found[1], strict=True))
+
+
+def test_without_a_server_that_says_its_type_kv_of_8_bits_is_refused() -> None:
+    with pytest.raises(GeometryUnsupported, match="8 bits"):
+        spaces(torch.uint8)
+    spaces(torch.bfloat16)
+
+
+@pytest.mark.parametrize("arguments", [{"quantization": "fp8"}, {"json_model_override_args": '{"rope_theta": 5}'}])
+def test_weights_that_are_changed_at_the_start_are_shared_with_others_of_the_kind(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    server_with(monkeypatch)
+    plain = spaces(torch.bfloat16)
+    server_with(monkeypatch, **arguments)
+    changed = spaces(torch.bfloat16)
+    assert all(one != other for one, other in zip(plain, changed, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{"temporal_dtype": torch.float16}, {"conv_state_shapes": [(3, 24)]}])
+def test_states_of_one_size_that_are_arranged_otherwise_are_told_apart(changes: dict[str, Any]) -> None:
+    assert spaces(torch.bfloat16)[1] == spaces(torch.bfloat16)[1] != spaces(torch.bfloat16, **changes)[1]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -36,8 +37,14 @@ _DTYPES = {
     "float8_e4m3fn": Dtype.FP8_E4M3,
     "float8_e5m2": Dtype.FP8_E5M2,
     "int8": Dtype.INT8,
-    "uint8": Dtype.INT8,  # elements of 8 bits that SGLang stores without a type
+    "uint8": Dtype.INT8,  # elements of 8 bits that SGLang stores without a type: see `kv_identity`
 }
+# Where SGLang's releases have the arguments of their server, of which KV depends on these.
+_ARGUMENTS_OF = (
+    ("sglang.srt.runtime_context", "get_server_args"),
+    ("sglang.srt.server_args", "get_global_server_args"),
+)
+_ARGUMENTS = ("quantization", "json_model_override_args")
 
 
 @lru_cache(maxsize=1)
@@ -55,6 +62,31 @@ def page_key_rule() -> str:
         "HiCache storage backend, or update SGLang"
     )
     return "sha256 pages"
+
+
+def _server_arguments() -> Any:
+    """SGLang's own of this process; None outside of a server."""
+    for module, name in _ARGUMENTS_OF:
+        try:
+            return getattr(import_module(module), name)()
+        except (ImportError, AttributeError, RuntimeError, ValueError):
+            continue
+    return None
+
+
+def kv_identity(dtype: Any) -> list[str]:
+    """What the KV of this server depends on beside the model's revision and what its pools say of themselves.
+
+    dtype: of a pool. raises: GeometryUnsupported if elements of 8 bits may be of any type.
+    """
+    arguments = _server_arguments()
+    parts = [str(getattr(arguments, name, None) or "") for name in _ARGUMENTS]
+    if str(dtype).endswith("uint8"):
+        element = getattr(arguments, "kv_cache_dtype", None)
+        if element is None:
+            raise GeometryUnsupported("this SGLang does not say of which type its KV of 8 bits is; use 16 bits")
+        parts.append(str(element))
+    return parts
 
 
 class StorageConfig(Protocol):
@@ -175,7 +207,16 @@ def _geometry(
         groups=(_group(pool, layers, heads, latent),),
         dtype=_dtype(pool),
         chunk_tokens=_page_tokens(pool),
-        salt=salt_of("sglang", [page_key_rule(), identity.chained, getattr(pool, "storage_format_tag", None), *apart]),
+        salt=salt_of(
+            "sglang",
+            [
+                page_key_rule(),
+                identity.chained,
+                getattr(pool, "storage_format_tag", None),
+                *kv_identity(pool.dtype),
+                *apart,
+            ],
+        ),
     )
     return spec, range(first_layer, first_layer + int(pool.layer_num)), range(first_head, first_head + rank_heads)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvpool.client.object_store import AsyncObjects, object_space
 from kvpool.client.store_sync import StorePages
-from kvpool.connectors.sglang_pools import Identity, StorageConfig
+from kvpool.connectors.sglang_pools import Identity, StorageConfig, kv_identity
 from kvpool.connectors.strided_pages import Bytes, bytes_of
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, KvPoolError
 
@@ -22,6 +22,21 @@ _log = logging.getLogger(__name__)
 SERVED = ("swa", "mamba", "indexer")
 ALL_PAGES, TRAILING_PAGES = "all_pages", "trailing_pages"
 _RANK_SHARDED = ("mamba",)  # even where all ranks have the same KV (MLA)
+# What host pools say of the bytes of a page beside its size.
+_ARRANGED_BY = (
+    "dtype",
+    "layer_num",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "storage_format_tag",
+    "indexer_dtype",
+    "num_mamba_layers",
+    "conv_dtype",
+    "conv_state_shapes",
+    "temporal_dtype",
+    "temporal_state_shape",
+)
 _COPY_BYTES = 64 << 20  # pages that are copied out of a pool, or for it, at a time
 
 
@@ -81,14 +96,22 @@ class SidePool:
         self._page_tokens = int(getattr(host_pool, "page_size", 1) or 1)
         self._blank = host_pool.get_dummy_flat_data_page()
         self._page_bytes = bytes_of(self._blank).nbytes
+        arranged = [str(getattr(host_pool, name, None)) for name in _ARRANGED_BY]
+        arranged += [f"{one.dtype} {tuple(one.shape[1:])}" for one in getattr(host_pool, "slot_state_buffers", ())]
         kind = f"{self.name} {type(host_pool).__name__} {host_pool.layout} {self._page_tokens} {self._blank.dtype}"
-        self._space = object_space(
+        self.space = object_space(
             "sglang",
             identity.model_id,
             identity.model_revision,
             self._page_bytes,
             kind=kind,
-            salt=["side pool", key_rule, *self._rank(config)],
+            salt=[
+                "side pool",
+                key_rule,
+                *arranged,
+                *kv_identity(getattr(host_pool, "dtype", None)),
+                *self._rank(config),
+            ],
         )
 
     def _rank(self, config: StorageConfig) -> list[str]:
@@ -136,7 +159,7 @@ class SidePool:
 
     def _run(self, work: Callable[[AsyncObjects], Awaitable[list[bool]]], count: int) -> list[bool]:
         try:
-            return self._pages.run(lambda pages: work(AsyncObjects(pages, self._space, self._page_bytes)), count)
+            return self._pages.run(lambda pages: work(AsyncObjects(pages, self.space, self._page_bytes)), count)
         except KvPoolError as error:
             self._refusals.log(f"the side pool {self.name}", error)
             return [False] * count
