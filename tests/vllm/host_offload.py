@@ -36,9 +36,10 @@ class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is n
 
 
 class HostWorker(OffloadingWorker):  # type: ignore[misc]
-    """As vLLM's CPUOffloadingWorker in its direct layout. spoiled: loads bring zeroes instead."""
+    """As vLLM's CPUOffloadingWorker in its direct layout. spoiled: loads bring `zeroes` instead, or what the last load
+    before brought (`kept`)."""
 
-    spoiled = False
+    spoiled = ""
 
     def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
         self._region, self._blocks_per_chunk = region, blocks_per_chunk
@@ -49,6 +50,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
             chunks = region.create_next_worker_view(one.page_size_bytes * blocks_per_chunk)
             self._chunks.append(chunks.unflatten(1, (blocks_per_chunk, one.page_size_bytes)))
         self._finished: list[TransferResult] = []
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}  # by tensor and size, a page that was loaded
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec.block_ids, store=True)
@@ -82,8 +84,15 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
                     outside = self._chunks[ref.tensor_idx][int(chunk_ids[first_chunk + chunk]), part, used]
                     if store:
                         outside.copy_(inside)
+                    elif HostWorker.spoiled:
+                        inside.copy_(
+                            self._kept[ref.tensor_idx, ref.page_size_bytes]
+                            if HostWorker.spoiled == "kept"
+                            else 0 * inside
+                        )
                     else:
-                        inside.copy_(torch.zeros_like(outside) if HostWorker.spoiled else outside)
+                        inside.copy_(outside)
+                        self._kept[ref.tensor_idx, ref.page_size_bytes] = outside.clone()
                     moved_bytes += ref.page_size_bytes
             first_block += count
             first_chunk += -(-(skipped + count) // self._blocks_per_chunk)

@@ -138,7 +138,7 @@ def first_prompts(kind: Kind) -> list[list[int]]:
     return [prompt(kind.chunk + 4, seed=10_000 + number) for number in range(12)]
 
 
-def test_tokens_after_a_load_are_those_of_plain_vllm_and_zeroes_change_them(
+def test_tokens_after_a_load_are_those_of_plain_vllm_and_other_kv_changes_them(
     kind: Kind, engines: Engines, cluster: Cluster
 ) -> None:
     prompts = [prompt(length, seed=length) for length in kind.lengths]
@@ -160,9 +160,11 @@ def test_tokens_after_a_load_are_those_of_plain_vllm_and_zeroes_change_them(
         after = second.counters()
         assert after["tier_loaded_chunks"] > before["tier_loaded_chunks"]
         assert after.get("tier_missed_chunks", 0) == before.get("tier_missed_chunks", 0)
-    with offloading(kind, engines, cluster, revision) as spoiled:
-        has_reached_the_pool(kind, spoiled)
-        spoiled.probe("spoil_offload")
-        long = spoiled.generate(prompts[-1])
-        assert long.cached == found[-1].cached
-        assert long.tokens[0] != expected[-1]
+    for how in ("zeroes", "kept"):
+        with offloading(kind, engines, cluster, revision) as spoiled:
+            spoiled.probe("spoil_offload", "")
+            has_reached_the_pool(kind, spoiled)  # by a load of another prompt, which is kept
+            spoiled.probe("spoil_offload", how)
+            long = spoiled.generate(prompts[-1])
+            assert long.cached == found[-1].cached
+            assert long.tokens[0] != expected[-1], how

@@ -112,16 +112,17 @@ class WorkerProbe:
                 else:
                     tensor[blocks] = 0 if how == "zeroes" else tensor[blocks[:1]].clone()
 
-    def spoil_offload(self) -> None:
-        """From now on what vLLM's offload loads are zeroes. With CUDA the tier is in this process, and brings them."""
+    def spoil_offload(self, how: str) -> None:
+        """From now on vLLM's offload loads `zeroes`, or what was loaded last (`kept`); "": what it should. With CUDA
+        the tier is in this process, and brings them: there it is told before it loads anything."""
         import torch
 
         if torch.cuda.is_available():
-            _spoil_objects()
+            _spoil_objects(how)
             return
         from tests.vllm.host_offload import HostWorker
 
-        HostWorker.spoiled = True
+        HostWorker.spoiled = how
 
     def block_count(self) -> int:
         """Of the KV cache, as vLLM made it."""
@@ -144,17 +145,26 @@ class WorkerProbe:
         return digest.hexdigest()
 
 
-def _spoil_objects() -> None:
-    """Have all objects that are read from the cluster be zeroes."""
+_spoiled = {"how": ""}
+_kept = bytearray()  # an object that was read
+
+
+def _spoil_objects(how: str) -> None:
+    """Have all objects that are read from the cluster be zeroes, or the last one that was read before."""
     from kvpool.client.object_store import AsyncObjects
 
+    _spoiled["how"] = how
     read = AsyncObjects.get
 
     async def get(objects: AsyncObjects, keys: Any, buffers: Any) -> list[bool]:
         came = await read(objects, keys, buffers)
         for buffer in buffers:
             with memoryview(buffer).cast("B") as view:
-                view[:] = bytes(view.nbytes)
+                if not _spoiled["how"]:
+                    _kept[:] = view
+                else:
+                    view[:] = _kept if _spoiled["how"] == "kept" else bytes(view.nbytes)
         return came
 
-    AsyncObjects.get = get  # type: ignore[method-assign, assignment]
+    if read.__module__ != __name__:  # not yet
+        AsyncObjects.get = get  # type: ignore[method-assign, assignment]
