@@ -11,7 +11,9 @@ import pytest
 
 from tests.e2e.cli_cluster import Cluster
 from tests.vllm.engine import CHUNK, DEVICE, Engine, Engines, agent_of, prompt
+from tests.vllm.faults import damage_disk, stopped_chunks
 from tests.vllm.models import make_eagle3_drafter, make_eagle_drafter, make_mla_model
+from tests.vllm.test_faults import load_under_way
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 DRAFTS = 2  # tokens of a draft
@@ -48,6 +50,8 @@ class Served:
     """A model and engines that serve it: plain vLLM, and two that share."""
 
     kind: Kind
+    engines: Engines
+    arguments: dict[str, Any]
     alone: Engine
     first: Engine
     second: Engine
@@ -83,7 +87,7 @@ def served(
         if kind.method:
             for engine in (alone, first, second):
                 engine.probe("watch_drafts")
-        yield Served(kind, alone, first, second)
+        yield Served(kind, engines, arguments, alone, first, second)
 
 
 def loadable(length: int) -> int:
@@ -150,6 +154,49 @@ def test_prefixes_end_at_any_chunk(served: Served) -> None:
         served.second.forget()
         expected = plain_after(served, shared, asked, chunks * CHUNK)
         assert answer(served.second, asked, "prefixes") == (expected, chunks * CHUNK)
+
+
+def test_a_tiny_cache_and_short_steps(served: Served, cluster: Cluster) -> None:
+    if served.kind.fp8:
+        pytest.skip("tokens depend on how many are computed at once")
+    if served.kind.method == "mtp":
+        pytest.skip("plain vLLM, too, stops answering with MTP in so small a cache")
+    shared = prompt(2 * CHUNK, seed=7)
+    prompts = [shared + prompt(CHUNK - 8 - 6 * number, seed=70 + number) for number in range(6)]
+    expected = [served.alone.generate(one, new_tokens=48).tokens[0] for one in prompts]
+    tokens = 832 if served.kind.mla else 960  # of which drafts take some
+    small = {"num_gpu_blocks_override": tokens // served.kind.block, "max_model_len": 4 * CHUNK}
+    steps = {"max_num_batched_tokens": CHUNK + 32, "max_num_seqs": 6}
+    arguments = {**served.arguments, **small, **steps}
+    with served.engines.start(agent=agent_of(cluster), **arguments) as engine:
+        for _ in range(2):
+            assert engine.generate(*prompts, new_tokens=48, salt="tiny").tokens == expected
+            engine.forget()
+        counted = engine.counters()
+        assert counted["num_preemptions"] > 0
+        assert counted["loaded_chunks"] > 0
+
+
+def test_an_aborted_load_leaves_nothing_behind(served: Served, cluster: Cluster) -> None:
+    asked = prompt(8 * CHUNK + 20, seed=8)
+    has_stored(served.first, asked, "aborted")
+    expected = plain_after(served, asked, asked, 8 * CHUNK)
+    before = stopped_chunks(cluster)
+    with load_under_way(cluster, served.second, asked, "aborted") as number:
+        served.second.abort(number)
+        served.second.forget()
+    assert stopped_chunks(cluster) > before
+    assert answer(served.second, asked, "aborted") == (expected, 8 * CHUNK)
+
+
+def test_a_damaged_page_costs_its_chunk_and_those_behind(served: Served, cluster: Cluster) -> None:
+    asked = prompt(3 * CHUNK + 20, seed=9)
+    expected = has_stored(served.first, asked, "damaged")
+    damage_disk(cluster)
+    failed = served.second.counters()["failed_load_chunks"]
+    tokens, _ = answer(served.second, asked, "damaged")
+    assert tokens == expected or served.kind.fp8
+    assert served.second.counters()["failed_load_chunks"] > failed
 
 
 @pytest.mark.parametrize("how", ["zeroes", "kept"])
