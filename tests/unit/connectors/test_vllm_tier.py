@@ -157,6 +157,7 @@ def test_servers_share_only_where_everything_agrees_that_kv_depends_on() -> None
         space_id(settings(model_revision="r2")),
         space_id(settings(model_id="another")),
         space_id(settings(), model=["another length"]),
+        space_id(settings(), model=[{"overrides": {"hidden_act": len}}]),  # not what JSON has
         space_id(settings(salt="tenant")),
         space_id(settings(weight_version="7")),
         space_id(settings(), epoch="after a reset"),

@@ -86,5 +86,5 @@ class TierSettings:
             self.model_revision,
             size_bytes,
             kind="offload chunk",
-            salt=[json.dumps(parts, sort_keys=True, separators=(",", ":"))],
+            salt=[json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)],  # overrides may be objects
         )
