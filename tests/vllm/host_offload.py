@@ -88,7 +88,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
                         inside.copy_(
                             self._kept[ref.tensor_idx, ref.page_size_bytes]
                             if HostWorker.spoiled == "kept"
-                            else 0 * inside
+                            else torch.zeros_like(inside)
                         )
                     else:
                         inside.copy_(outside)

@@ -114,7 +114,7 @@ class WorkerProbe:
 
     def spoil_offload(self, how: str) -> None:
         """From now on vLLM's offload loads `zeroes`, or what was loaded last (`kept`); "": what it should. With CUDA
-        the tier is in this process, and brings them: there it is told before it loads anything."""
+        the tier is in this process, and brings them: call this before it loads anything."""
         import torch
 
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What a tier's KV depends on beside weights and tokens is told apart, and nothing else."""
+"""A tier's keyspace differs where its KV depends on more than weights and tokens, and nowhere else."""
 
 from __future__ import annotations
 

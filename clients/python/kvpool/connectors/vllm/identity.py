@@ -18,7 +18,9 @@ from kvpool.connectors.vllm.model_parts import (
     is_vllms_own,
     length_parts,
     override_parts,
+    quantization_at_start,
     unbuilt_rope,
+    weight_parts,
 )
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
@@ -403,8 +405,7 @@ def model_spec(
         dtype=_DTYPES[info.dtype],
         chunk_tokens=settings.chunk_tokens,
         rope=unbuilt_rope(model),
-        # A checkpoint that is quantized says so itself, and its weights are its own.
-        quantization=model.quantization if getattr(model.hf_config, "quantization_config", None) is None else None,
+        quantization=quantization_at_start(model),
         variant=_variant(vllm_config, info) if read_weights else (),
         salt=settings.salt,
         opaque=opaque,
@@ -435,8 +436,7 @@ def _variant(vllm_config: Any, info: KvCacheInfo) -> list[Any]:
     checkpoint with one KV cache group that is served as it is."""
     model = vllm_config.model_config
     parts: list[Any] = [*override_parts(model), *_computed_in(model, info), *length_parts(model)]
-    if str(vllm_config.load_config.load_format) == "dummy":
-        parts.append("made-up weights")
+    parts += weight_parts(vllm_config.load_config)
     if info.layer_numbers:
         parts.append({"layers": info.layer_numbers})
     if info.draft_layers:
@@ -462,8 +462,7 @@ def _drafter_parts(drafter: Any, model: Any) -> list[Any]:
     rope = normalized_rope(unbuilt_rope(draft))
     described = [str(draft.dtype), draft.quantization, *_draft_override_parts(draft), rope, *length_parts(draft)]
     parts = [drafter.method, revision, chained, *described]
-    load = getattr(drafter, "draft_load_config", None)
-    return [*parts, "made-up weights"] if load is not None and str(load.load_format) == "dummy" else parts
+    return [*parts, *weight_parts(getattr(drafter, "draft_load_config", None))]
 
 
 def _draft_override_parts(draft: Any) -> list[Any]:

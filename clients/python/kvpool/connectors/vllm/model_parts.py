@@ -36,14 +36,21 @@ def model_parts(vllm_config: Any) -> list[Any]:
     start, a drafter."""
     model, drafter = vllm_config.model_config, vllm_config.speculative_config
     parts = [normalized_rope(unbuilt_rope(model)), *override_parts(model), *length_parts(model), str(model.dtype)]
-    # A checkpoint that is quantized says so itself, and its weights are its own.
-    if getattr(model.hf_config, "quantization_config", None) is None:
-        parts.append({"quantization": model.quantization})
-    if str(vllm_config.load_config.load_format) == "dummy":
-        parts.append("made-up weights")
+    parts += [{"quantization": quantization_at_start(model)}, *weight_parts(vllm_config.load_config)]
     if drafter is not None and drafter.method not in DRAFTERS_WITHOUT_KV:
         parts.append([str(drafter.method), str(getattr(drafter.draft_model_config, "model", ""))])
     return parts
+
+
+def quantization_at_start(model: Any) -> Any:
+    """What a checkpoint is quantized to while it is loaded. One that is quantized says so itself, and its weights are
+    its own."""
+    return model.quantization if getattr(model.hf_config, "quantization_config", None) is None else None
+
+
+def weight_parts(load_config: Any) -> list[str]:
+    """Whether weights are made up instead of read. load_config: None as that of a drafter which has none of its own."""
+    return ["made-up weights"] if load_config is not None and str(load_config.load_format) == "dummy" else []
 
 
 def unbuilt_rope(model: Any) -> dict[str, Any]:

@@ -61,16 +61,18 @@ class StorePlans:
         group. block_ids: of each of its members.
         """
         request_id, group = request.request_id, self._groups[number]
-        first_chunk, end_chunk, blocks_per_chunk = chunks.start, chunks.stop, self._chunk_tokens // group.block_tokens
-        end_chunk = min(end_chunk, *(len(one) // blocks_per_chunk for one in block_ids))
-        if first_chunk >= end_chunk:
+        blocks_per_chunk = self._chunk_tokens // group.block_tokens
+        end_chunk = min(chunks.stop, *(len(one) // blocks_per_chunk for one in block_ids))
+        wanted = chain.hashes[:end_chunk]
+        first = chunks.start if retention else self._known.leading(wanted, chunks.start)
+        if first >= end_chunk:
             return None
         blocks = page_blocks(block_ids, end_chunk, blocks_per_chunk)
         if group.window_tokens:
-            first_chunk = first_held_chunk(blocks, first_chunk, end_chunk)
-        first = first_chunk if retention else self._known.leading(chain.hashes[:end_chunk], first_chunk)
-        if first >= end_chunk:
-            return None
+            first = first_held_chunk(blocks, first, end_chunk)
+            first = first if retention else self._known.leading(wanted, first)
+            if first >= end_chunk:
+                return None
         chain_of_pages, pages = page_chain(chain, group.pages), group.pages
         self._last_number += 1
         job = StoreJob(
